@@ -1,0 +1,27 @@
+"""relampago: exact attention in O(N) memory, in pure Python, on whatever you have."""
+
+from relampago.api import attention, attention_varlen, partial, partial_backward, using
+from relampago.errors import InvalidInput, Unsupported
+from relampago.explain import explain
+from relampago.masks.blocks import BlockSparse
+from relampago.masks.spec import Causal, Document, Prefix, Window
+from relampago.merge import merge
+from relampago.mods import ScoreMod
+
+__all__ = [
+    "BlockSparse",
+    "Causal",
+    "Document",
+    "InvalidInput",
+    "Prefix",
+    "ScoreMod",
+    "Unsupported",
+    "Window",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "merge",
+    "partial",
+    "partial_backward",
+    "using",
+]

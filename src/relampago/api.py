@@ -1,0 +1,412 @@
+"""The public calls. Each does the same six steps: validate, describe, choose, plan, launch, save (see ARCHITECTURE.md).
+
+Legend of shapes, here and everywhere: B sequences, H query heads, G kv heads (H a multiple of G), Lq and Lk lengths,
+D head dim of q and k, E head dim of v.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from relampago import validate
+from relampago.errors import InvalidInput
+from relampago.masks.spec import Causal, Extent, Mask, Resolved, Window, resolve
+from relampago.mods import ScoreMod, alibi, register, softcap as softcap_mod
+from relampago.op import backward_op, forward_op
+from relampago.plan import Plan
+from relampago.problem import Facts
+from relampago.select import by_name
+
+_forced: contextvars.ContextVar[tuple[str | None, tuple[tuple[str, int], ...]]] = contextvars.ContextVar(
+    "relampago_using", default=(None, ())
+)
+
+
+@contextlib.contextmanager
+def using(*, backend: str | None = None, plan: Plan | None = None) -> Iterator[None]:
+    """Inside, calls that name no backend of their own use this one, and this plan. Nothing falls back.
+
+    Raises:
+        InvalidInput: there is no backend of that name.
+    """
+    if backend is not None:
+        by_name(backend)
+    outer_backend, outer_plan = _forced.get()
+    token = _forced.set((backend or outer_backend, plan.items() if plan else outer_plan))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+class Call(NamedTuple):
+    """A validated call: what the ops take, in their order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    mask: Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    row_start: Tensor | None
+    row_end: Tensor | None
+    seed: Tensor | None
+    blocks: list[Tensor]
+    mod_args: list[Tensor]
+    sizes: list[int]  # offset, longest q, longest k
+    facts: str
+
+
+class Packing(NamedTuple):
+    """cu_seqlens (B + 1,) and the longest lengths."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, softmax(scale · q·kᵀ + …)·v, in O(N) memory (FlashAttention-2, arXiv 2307.08691).
+
+    A score passes through, in this order: scale, softcap, ALiBi, score mods, bias, mask.
+
+    Args:
+        q: queries (B, Lq, H, D), any strides; fp16, bf16, fp32 or fp64.
+        k: keys (B, Lk, G, D), same dtype; H must be a multiple of G (MHA, GQA, MQA).
+        v: values (B, Lk, G, E).
+        causal: no key after the row's own position; aligned to the bottom right when Lq != Lk.
+        window: (left, right), how many keys before and after the row's own position; None is unbounded.
+        mask: `Causal()`, `Window(…)`, `Prefix(…)`, `Document(…)`, a `BlockSparse`, a combination by `&`, a bool tensor that
+            broadcasts to (B, H, Lq, Lk) with True for visible, or a function fn(b, h, q, k) -> bool on index tensors.
+        scale: factor of q·kᵀ; D ** -0.5 if None.
+        softcap: c for c · tanh(score / c).
+        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets no gradient.
+        score_mod: one `ScoreMod` or several, applied in order.
+        bias: float tensor that broadcasts to (B, H, Lq, Lk), added to the scores. Gets its gradient.
+        sinks: (H,), a learnable score per head that takes part in the softmax and has no value. Gets its gradient.
+        dropout_p: probability in [0, 1) of dropping a weight.
+        dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
+        deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
+        return_lse: also return log Σ exp(scores), fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq); differentiable.
+        backend: a backend's name; it never falls back. None takes the first that can.
+
+    Returns:
+        out (B, Lq, H, E), or (out, lse). A row that sees no key gives 0 and LSE -inf.
+
+    Raises:
+        InvalidInput: an argument is wrong; the message names it.
+        Unsupported: no backend can run the call; the message lists each one's reason.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> attention(q, k, v, causal=True).shape
+        torch.Size([1, 128, 8, 64])
+    """
+    call = prepare(
+        q,
+        k,
+        v,
+        Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
+                dropout_seed, deterministic, backend),
+    )  # fmt: skip
+    out, lse = forward_op(*call)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`attention` over packed sequences: sequence i owns rows cu_seqlens[i] to cu_seqlens[i + 1].
+
+    Args:
+        q: (Tq, H, D).
+        k: (Tk, G, D).
+        v: (Tk, G, E).
+        cu_seqlens_q: int32 (B + 1,), starting at 0, non-decreasing, on q's device.
+        cu_seqlens_k: likewise for keys.
+        max_seqlen_q: the longest sequence of queries.
+        max_seqlen_k: the longest sequence of keys.
+        causal: as in `attention`, within each sequence.
+        window: as in `attention`.
+        mask: `Causal`, `Window` or an int `Prefix`.
+        scale: as in `attention`.
+        softcap: as in `attention`.
+        alibi_slopes: as in `attention`.
+        score_mod: as in `attention`; positions count within a sequence.
+        bias: broadcasts to (B, H, max_seqlen_q, max_seqlen_k); each sequence reads its upper left part.
+        sinks: as in `attention`.
+        dropout_p: as in `attention`.
+        dropout_seed: as in `attention`.
+        deterministic: as in `attention`.
+        return_lse: LSE is (H, Tq).
+        backend: as in `attention`.
+
+    Returns:
+        out (Tq, H, E), or (out, lse). Rows beyond cu_seqlens_q[-1] get 0, LSE -inf and zero gradients.
+
+    Raises:
+        InvalidInput: an argument is wrong; the message names it.
+        Unsupported: no backend can run the call.
+    """
+    call = prepare(
+        q,
+        k,
+        v,
+        Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
+                dropout_seed, deterministic, backend),
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    out, lse = forward_op(*call)
+    return (out, lse) if return_lse else out
+
+
+def partial(
+    q: Tensor, k: Tensor, v: Tensor, *, offset: int | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention to one shard of the keys, to be combined by `merge`: the brick of ring attention and split-KV.
+
+    Args:
+        q: (B, Lq, H, D).
+        k: (B, Lk, G, D), one shard.
+        v: (B, Lk, G, E).
+        offset: position of row 0 minus position of this shard's key 0; None aligns bottom right. Masks are
+            evaluated there, so that a shard sees what the whole would show it.
+        options: those of `attention` (without return_lse). Give sinks to one shard only.
+
+    Returns:
+        (out, lse): out (B, Lq, H, E) in fp32 (fp64 for fp64 input), so that merging many parts costs no digits; LSE (B, H, Lq).
+
+    Raises:
+        InvalidInput: as `attention`.
+        Unsupported: as `attention`.
+    """
+    call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
+    return forward_op(*call)
+
+
+def partial_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    offset: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One shard's share of the gradients of a larger attention.
+
+    Args:
+        dout: gradient of the merged output (B, Lq, H, E).
+        q: (B, Lq, H, D).
+        k: (B, Lk, G, D), one shard.
+        v: (B, Lk, G, E).
+        out: the merged output (B, Lq, H, E).
+        lse: the merged LSE (B, H, Lq).
+        dlse: gradient of the merged LSE, if it was used.
+        offset: as in `partial`.
+        options: as in `partial`.
+
+    Returns:
+        (dq, dk, dv) in fp32 (fp64 for fp64 input); sum dq over shards.
+
+    Raises:
+        InvalidInput: as `attention`.
+        Unsupported: as `attention`.
+    """
+    call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+    shape = (*q.shape[:3], v.shape[3])
+    validate.require(
+        [
+            ("dout", f"has shape {tuple(dout.shape)}", shape, tuple(dout.shape) == shape),
+            ("out", f"has shape {tuple(out.shape)}", shape, tuple(out.shape) == shape),
+            ("lse", f"has shape {tuple(lse.shape)}", rows, tuple(lse.shape) == rows),
+        ]
+    )
+    dq, dk, dv, _, _ = backward_op(dout, dlse, out, lse, [True, True, True, False, False], *call)
+    return dq, dk, dv
+
+
+class Options(NamedTuple):
+    """The keyword arguments that all calls share."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    mask: Any = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+    deterministic: bool | None = None
+    backend: str | None = None
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    packing: Packing | None = None,
+    offset: int | None = None,
+    shard: bool = False,
+) -> Call:
+    """Validate a call and lower it to what the ops take."""
+    o = options
+    validate.tensors(q, k, v, packed=packing is not None)
+    validate.numbers(o.scale, o.softcap, o.dropout_p, o.window)
+    q, k, v = _autocast(q, k, v)
+    if packing is None:
+        batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
+        offset = len_k - len_q if offset is None else offset
+    else:
+        validate.packing(q, k, *packing)
+        batch, len_q, len_k = packing.cu_q.shape[0] - 1, packing.max_q, packing.max_k
+        offset = 0
+    full = (batch, q.shape[-2], len_q, len_k)
+    validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
+    seen = resolve(_mask(o), Extent(*full, offset, q.device, packing is not None))
+    mods = _mods(o)
+    validate.score_args(mods, full, q.device)
+    backend, plan = _forced.get()
+    facts = Facts(
+        scale=None if o.scale is None else float(o.scale),
+        left=seen.left,
+        right=seen.right,
+        prefix=seen.prefix,
+        block=None if seen.blocks is None else seen.blocks.block,
+        mods=tuple(register(mod) for mod in mods),
+        dropout_p=float(o.dropout_p),
+        deterministic=_deterministic(o.deterministic),
+        dtype=("float64" if q.dtype == torch.float64 else "float32") if shard else None,
+        shard=shard,
+        backend=_backend(o.backend or backend),
+        plan=plan,
+    )
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        bias=None if o.bias is None else o.bias.reshape((1,) * (4 - o.bias.ndim) + tuple(o.bias.shape)),
+        sinks=o.sinks,
+        mask=seen.dense,
+        cu_q=packing.cu_q if packing else None,
+        cu_k=packing.cu_k if packing else None,
+        row_start=seen.row_start,
+        row_end=seen.row_end,
+        seed=_seed(o.dropout_seed, q.device) if o.dropout_p else None,
+        blocks=list(seen.blocks.blocks) if seen.blocks is not None else [],
+        mod_args=[tensor for mod in mods for tensor in mod.tensors],
+        sizes=[offset, len_q, len_k],
+        facts=facts.encode(),
+    )
+
+
+def _mask(o: Options) -> Any:
+    """All that restricts who sees whom, as one mask."""
+    mask = o.mask
+    if o.causal:
+        mask = Causal() if mask is None else Causal() & mask
+    if o.window is not None:
+        window = Window(*o.window)
+        mask = window if mask is None else window & mask
+    return mask
+
+
+def _mods(o: Options) -> tuple[ScoreMod, ...]:
+    given = o.score_mod
+    own = () if given is None else (given,) if isinstance(given, ScoreMod) else tuple(given)
+    for mod in own:
+        if not isinstance(mod, ScoreMod):
+            raise InvalidInput(f"score_mod is a {type(mod).__name__}; expected a ScoreMod or a sequence of them")
+    capped = () if o.softcap is None else (softcap_mod(o.softcap),)
+    sloped = () if o.alibi_slopes is None else (alibi(o.alibi_slopes),)
+    return (*capped, *sloped, *own)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kind = q.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
+
+
+def _deterministic(asked: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if asked is None else bool(asked)
+
+
+def _backend(name: str | None) -> str | None:
+    if name is not None:
+        by_name(name)
+    return name
+
+
+def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    if seed is None:
+        return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        validate.require(
+            [("dropout_seed", f"is {tuple(seed.shape)} {seed.dtype}", "an int64 scalar",
+              seed.ndim == 0 and seed.dtype == torch.int64)]
+        )  # fmt: skip
+        return seed.to(device)
+    whole = isinstance(seed, int) and -(2**63) <= seed < 2**63
+    validate.require([("dropout_seed", f"is {seed!r}", "an int of 64 bits, a tensor or None", whole)])
+    return torch.full((), seed, dtype=torch.int64, device=device)

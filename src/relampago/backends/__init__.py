@@ -1,0 +1,46 @@
+"""The backends, in order of preference. This tuple is the one place to touch to add one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from relampago.backends.cpu import Cpu
+from relampago.backends.reference import Reference
+from relampago.plan import Plan
+from relampago.problem import Arrays, Grads, Problem, Saved, Wanted
+
+
+class Backend(Protocol):
+    """What a backend must offer. The instances hold no state."""
+
+    name: str
+
+    def why_not(self, p: Problem) -> str | None:
+        """Why it cannot run this problem, in the words a user reads; None if it can. Pure, and needs no GPU."""
+        ...
+
+    def plan(self, p: Problem) -> Plan:
+        """The tiles it would use."""
+        ...
+
+    def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        """Out, in the accumulation dtype or the query's, and LSE (B, H, Lq) or (H, total)."""
+        ...
+
+    def backward(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        """The gradients of whatever forward gave that out and LSE."""
+        ...
+
+
+BACKENDS: tuple[Backend, ...] = (Cpu(), Reference())

@@ -1,0 +1,45 @@
+"""The backend `cpu`: tiled FlashAttention-2 in torch, on threads. Read `forward.py` beside the paper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relampago.backends.cpu.backward import backward
+from relampago.backends.cpu.forward import forward
+from relampago.mods import no_slope
+from relampago.plan import Plan, first_match
+from relampago.problem import FEATURES, Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
+
+
+class Cpu:
+    """O(N) memory, every feature, any head dim."""
+
+    name = "cpu"
+
+    def why_not(self, p: Problem) -> str | None:
+        if p.device.kind != "cpu":
+            return f"runs on cpu tensors only, got {p.device.kind}"
+        if p.direction == "backward" and (reason := no_slope(p.mods)):
+            return reason
+        return refuse_unknown(p, FEATURES)
+
+    def plan(self, p: Problem) -> Plan:
+        return first_match(("cpu",), f"cpu.{p.direction}", p)
+
+    def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return forward(x, plan)
+
+    def backward(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        with torch.no_grad():
+            return backward(x, plan, saved, dout, dlse, wanted)

@@ -1,0 +1,210 @@
+"""The backward: FlashAttention-2, Algorithm 2 (arXiv 2307.08691), recomputing the weights tile by tile.
+
+The paper's outer loop runs over keys and adds dQ across blocks. Here one thread owns a kv head with its dK and dV, so the
+outer loop runs over queries, as in the forward: dQ of a tile is finished at once, and nothing is shared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relampago.backends.cpu import threads
+from relampago.backends.cpu.forward import head_ranges, rows_per_tile, worth_fast
+from relampago.backends.cpu.precision import fast_fp32
+from relampago.backends.cpu.tile import LN2, LOG2E, Heads, Panel, Slab, Tile, scratch
+from relampago.plan import Plan
+from relampago.problem import Arrays, Grads, Saved, Wanted, accumulate_dtype
+
+# Above this, an fp32 LSE has lost digits of log Σ that a weight needs; the row's weights are normalised anew.
+HUGE_LSE = 1024.0
+
+
+class Task(NamedTuple):
+    """Every `parts`-th tile of queries of some heads, from the part-th on."""
+
+    heads: Heads
+    part: int
+
+
+class Sums(NamedTuple):
+    """What tasks add to."""
+
+    dq: Tensor  # like q
+    dk: Tensor  # (parts, *k)
+    dv: Tensor
+    dbias: Tensor | None  # like bias, in the accumulation dtype
+    dsinks: Tensor | None  # (B, parts, H)
+
+
+def backward(
+    x: Arrays, plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+) -> Grads:
+    """The gradients by `wanted`, in the inputs' dtypes or in x.out_dtype."""
+    heads = [h for b in range(x.batch) for h in ranges(x, b, plan)]
+    parts = max(1, -(-torch.get_num_threads() // max(1, len(heads))))
+    dtype = accumulate_dtype(x.q.dtype)
+    kv_dtype = dtype if parts > 1 else x.out_dtype
+    sums = Sums(
+        torch.zeros_like(x.q, dtype=x.out_dtype),
+        x.k.new_zeros(parts, *x.k.shape, dtype=kv_dtype),
+        x.v.new_zeros(parts, *x.v.shape, dtype=kv_dtype),
+        torch.zeros_like(x.bias, dtype=dtype) if x.bias is not None and wanted.bias else None,
+        x.q.new_zeros(x.batch, parts, x.q.shape[-2], dtype=dtype) if x.sinks is not None else None,
+    )
+    tasks = [Task(h, part) for h in heads for part in range(parts)]
+    with fast_fp32(worth_fast(x)):
+        threads.run(
+            lambda task: differentiate(x, plan, task, parts, saved, dout, dlse, sums),
+            tasks,
+            serial=sums.dbias is not None and shared(x),
+        )
+    return Grads(
+        sums.dq,
+        sums.dk.sum(0) if parts > 1 else sums.dk[0],
+        sums.dv.sum(0) if parts > 1 else sums.dv[0],
+        sums.dbias,
+        None if sums.dsinks is None else sums.dsinks.sum((0, 1)),
+    )
+
+
+def ranges(x: Arrays, b: int, plan: Plan) -> list[Heads]:
+    """The kv heads of a sequence, in tasks that own their dK and dV: always with their whole group."""
+    rows, keys, _ = x.sequence(b)
+    found = head_ranges(x, b, x.q[rows].shape[0], x.k[keys].shape[0], plan)
+    return sorted({h._replace(r0=0, r1=x.group) for h in found})
+
+
+def shared(x: Arrays) -> bool:
+    """Whether several tasks add to the same element of dbias: then they take turns, in a fixed order."""
+    assert x.bias is not None
+    few_batches = x.bias.shape[0] < x.batch
+    return few_batches or x.bias.shape[1] < x.q.shape[-2] or x.bias.shape[2] == 1
+
+
+def differentiate(
+    x: Arrays,
+    plan: Plan,
+    task: Task,
+    parts: int,
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sums: Sums,
+) -> None:
+    """All tiles of a task."""
+    per_head = x.blocks is not None and x.blocks.count.shape[1] > 1
+    whole = task.heads
+    groups = [whole._replace(r0=r, r1=r + 1) for r in range(x.group)] if per_head else [whole]
+    slab = Slab(x, whole)
+    g, len_k = slab.k.shape[1], slab.k.shape[0]
+    dk = torch.zeros(g, len_k, slab.k.shape[2], dtype=slab.dtype)
+    dv = torch.zeros(g, len_k, slab.v.shape[2], dtype=slab.dtype)
+    for heads in groups:
+        slab = Slab(x, heads)
+        step = rows_per_tile(x, heads, plan)
+        for i, p0 in enumerate(range(0, slab.q.shape[0], step)):
+            if i % parts == task.part:
+                tile = Tile(slab, p0, min(p0 + step, slab.q.shape[0]))
+                tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
+    if slab.base2:
+        dk.mul_(LN2)  # the queries in it carry log2(e)
+    for gradient, target in ((dk, sums.dk), (dv, sums.dv)):
+        view = target[task.part][slab.cols][:, whole.g0 : whole.g1]
+        view.copy_(gradient.transpose(0, 1))
+
+
+def tile_gradients(
+    tile: Tile,
+    plan: Plan,
+    task: Task,
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sums: Sums,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Algorithm 2, lines 7 to 17, for one tile of queries against all of its keys."""
+    slab = tile.slab
+    q = tile.queries()  # [g, l·R, D]
+    do = tile.pack(slab.queries_of(dout)).contiguous()  # [g, l·R, E]
+    out = tile.pack(slab.queries_of(saved.out))
+    lse = tile.pack_lse(slab.lse_of(saved.lse))  # [g, l·R, 1]
+    delta = (do * out).sum(-1, keepdim=True)  # line 4
+    if dlse is not None:
+        delta = delta - tile.pack_lse(slab.lse_of(dlse))
+    shift = torch.where(lse == -math.inf, math.inf, lse) * (LOG2E if slab.base2 else 1.0)
+    normaliser = renormalised(tile, plan, q, shift)
+    dq = None
+    for panel in tile.panels(plan.block_k):
+        k, v = slab.take(slab.k, panel), slab.take(slab.v, panel)
+        steps: list[Tensor] = []
+        s = tile.scores(q, k, panel, steps)  # line 11
+        p = tile.power_(s.sub_(shift))  # line 12
+        if normaliser is not None:
+            p.mul_(normaliser)
+        keep = tile.kept(panel)
+        add_product(dv, panel, p if keep is None else p * keep, do)  # line 13
+        dp = scratch("dp", p.shape, p)
+        torch.bmm(do, v.transpose(1, 2), out=dp)  # line 14
+        if keep is not None:
+            dp.mul_(keep)
+        ds = dp.sub_(delta).mul_(p)  # line 15
+        if sums.dbias is not None:
+            target = tile.part(sums.dbias, panel)
+            addition = ds.view(*tile.shape, panel.size).sum_to_size(target.shape)
+            add_to_part(tile, sums.dbias, panel, addition)
+        if steps:
+            ds.view(*tile.shape, panel.size).mul_(tile.slope(steps, panel))
+        dq = torch.bmm(ds, k) if dq is None else dq.baddbmm_(ds, k)  # line 16
+        add_product(dk, panel, ds, q)  # line 17
+    if dq is not None:
+        tile.unpack(dq.mul_(slab.x.scale), slab.queries_of(sums.dq))
+    if sums.dsinks is not None and (sink := tile.sink()) is not None:
+        weight = tile.power_(sink - shift)
+        if normaliser is not None:
+            weight.mul_(normaliser)
+        lost = (weight * delta).view(tile.shape).sum(1)  # [g, R]
+        h = slab.heads
+        target = sums.dsinks[h.b, task.part].unflatten(0, (-1, slab.x.group))
+        target[h.g0 : h.g1, h.r0 : h.r1] -= lost
+
+
+def renormalised(tile: Tile, plan: Plan, q: Tensor, shift: Tensor) -> Tensor | None:
+    """1 / Σ weights for rows whose LSE is too large to carry it, [g, l·R, 1]; None if there is no such row.
+
+    A row whose every key has a bias of finfo.min, say, has that as its LSE too: log Σ is lost in rounding.
+    """
+    huge = (shift.abs() > HUGE_LSE) & (shift.abs() < math.inf)
+    if tile.slab.x.shard or not bool(huge.any()):
+        return None
+    total = torch.zeros_like(shift)
+    for panel in tile.panels(plan.block_k):
+        s = tile.scores(q, tile.slab.take(tile.slab.k, panel), panel)
+        total += tile.power_(s.sub_(shift)).sum(-1, keepdim=True)
+    if (sink := tile.sink()) is not None:
+        total += tile.power_(sink - shift)
+    return torch.where(huge & (total > 0), 1 / total, 1.0)
+
+
+def add_product(target: Tensor, panel: Panel, a: Tensor, b: Tensor) -> None:
+    """Add aᵀ·b to the rows of target [g, Lk, D] that a panel's keys name."""
+    if isinstance(panel.keys, slice):
+        target[:, panel.keys].baddbmm_(a.transpose(1, 2), b)
+    else:
+        target.index_add_(1, panel.keys, torch.bmm(a.transpose(1, 2), b))
+
+
+def add_to_part(tile: Tile, dbias: Tensor, panel: Panel, addition: Tensor) -> None:
+    """Add to a tile's part of dbias; a gathered panel's part is a copy, so it is written back."""
+    part = tile.part(dbias, panel)
+    if isinstance(panel.keys, slice) or dbias.shape[3] == 1:
+        part += addition
+    else:
+        rows = tile.slab.heads_of(dbias).transpose(1, 2)
+        rows = rows if rows.shape[1] == 1 else rows[:, tile.p0 : tile.p1]
+        rows.index_add_(3, panel.keys, addition)

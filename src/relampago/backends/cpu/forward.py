@@ -1,0 +1,113 @@
+"""The forward: FlashAttention-2, Algorithm 1 (arXiv 2307.08691), one tile of queries at a time.
+
+The papers' letters: m running maximum, l running sum, acc unnormalised output, p weights, s scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relampago.backends.cpu import threads
+from relampago.backends.cpu.precision import fast_fp32
+from relampago.backends.cpu.tile import LN2, Heads, Slab, Tile
+from relampago.plan import Plan
+from relampago.problem import Arrays, accumulate_dtype
+
+
+class Task(NamedTuple):
+    """A tile of queries: positions p0..p1 of some heads."""
+
+    heads: Heads
+    p0: int
+    p1: int
+
+
+def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Out, shaped like q with the head dim of v, and LSE."""
+    rows = x.q.shape[:-1]
+    out = x.q.new_zeros(*rows, x.v.shape[-1], dtype=x.out_dtype)
+    heads_first = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else rows[::-1]
+    lse = x.q.new_full(heads_first, -math.inf, dtype=accumulate_dtype(x.q.dtype))
+    tasks = sorted(cut(x, plan), key=lambda task: -task.p1)  # under causal, heaviest first
+    with fast_fp32(worth_fast(x)):
+        threads.run(lambda task: attend(x, plan, task, out, lse), tasks)
+    return out, lse
+
+
+def attend(x: Arrays, plan: Plan, task: Task, out: Tensor, lse: Tensor) -> None:
+    """One tile: Algorithm 1, lines 4 to 15."""
+    slab = Slab(x, task.heads)
+    tile = Tile(slab, task.p0, task.p1)
+    q = tile.queries()  # [g, l·R, D]
+    m = q.new_full((*q.shape[:2], 1), -math.inf)
+    l = torch.zeros_like(m)
+    acc = None
+    for panel in tile.panels(plan.block_k):  # line 6
+        k, v = slab.take(slab.k, panel), slab.take(slab.v, panel)
+        s = tile.scores(q, k, panel)  # line 8
+        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+        shift = finite(m_new)
+        p = tile.power_(s.sub_(shift))
+        alpha = tile.power_(m - shift)
+        l = l * alpha + p.sum(-1, keepdim=True)  # line 9
+        if (keep := tile.kept(panel)) is not None:
+            p.mul_(keep)
+        acc = torch.bmm(p, v) if acc is None else acc.mul_(alpha).baddbmm_(p, v)  # line 10
+        m = m_new
+    if (sink := tile.sink()) is not None:  # one more score, with no value
+        m_new = torch.maximum(m, sink)
+        alpha = tile.power_(m - m_new)
+        l = l * alpha + tile.power_(sink - m_new)
+        acc = None if acc is None else acc.mul_(alpha)
+        m = m_new
+    if acc is not None:
+        tile.unpack(acc.div_(torch.where(l == 0, 1.0, l)), slab.queries_of(out))  # line 12
+    total = (m + l.log2()) * LN2 if slab.base2 else m + l.log()  # line 13
+    target = slab.lse_of(lse)[:, :, task.p0 : task.p1]
+    target.copy_(total.view(tile.shape).transpose(1, 2))
+
+
+def finite(m: Tensor) -> Tensor:
+    """The maximum to subtract: 0 for a row that has seen nothing, so that -inf minus it stays -inf."""
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def worth_fast(x: Arrays) -> bool:
+    """The fast fp32 product loses on few rows, as in decoding."""
+    return x.len_q * x.group >= 64 and x.q.dtype != torch.float64
+
+
+def cut(x: Arrays, plan: Plan) -> list[Task]:
+    """All tiles of queries. Short sequences put several kv heads in one task, so that its products are not tiny."""
+    tasks = []
+    for b in range(x.batch):
+        rows, keys, _ = x.sequence(b)
+        len_q = x.q[rows].shape[0]
+        len_k = x.k[keys].shape[0]
+        for heads in head_ranges(x, b, len_q, len_k, plan):
+            step = rows_per_tile(x, heads, plan)
+            tasks += [Task(heads, p, min(p + step, len_q)) for p in range(0, len_q, step)]
+    return tasks
+
+
+def rows_per_tile(x: Arrays, heads: Heads, plan: Plan) -> int:
+    """Positions in a tile: block_q packed rows, or a tile of the BlockSparse."""
+    if x.block is not None:
+        return x.block[0]
+    return max(1, plan.block_q // (heads.r1 - heads.r0))
+
+
+def head_ranges(x: Arrays, b: int, len_q: int, len_k: int, plan: Plan) -> list[Heads]:
+    """The kv heads of a sequence, in tasks; a BlockSparse with lists per head takes query heads one by one."""
+    kv_heads = x.k.shape[-2]
+    if x.blocks is not None and x.blocks.count.shape[1] > 1:
+        return [Heads(b, g, g + 1, r, r + 1) for g in range(kv_heads) for r in range(x.group)]
+    cells = min(len_q * x.group, plan.block_q) * min(len_k, plan.block_k)
+    fit = max(1, plan.block_q * plan.block_k // max(1, cells))
+    share = -(-kv_heads * x.batch // torch.get_num_threads())  # leave every thread something to do
+    step = max(1, min(fit, share, kv_heads))
+    return [Heads(b, g, min(g + step, kv_heads), 0, x.group) for g in range(0, kv_heads, step)]

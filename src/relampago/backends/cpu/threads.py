@@ -1,0 +1,74 @@
+"""Tasks over threads: one Python thread per core, each with single-threaded torch operators.
+
+One parallel region per call, and not one per operator: tiles are small, and a barrier after each of many operators
+makes an engine ten times slower as soon as a neighbour takes a core (shared/research/cpu.md, section 4d).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Task = TypeVar("Task")
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_size = 0
+
+
+def run(fn: Callable[[Task], None], tasks: Iterable[Task], *, serial: bool = False) -> None:
+    """Call fn on every task, on as many threads as torch uses; in order and on this thread if serial."""
+    tasks = list(tasks)
+    workers = torch.get_num_threads()
+    if serial or workers == 1 or len(tasks) < 2:
+        for task in tasks:
+            fn(task)
+        return
+
+    def quietly(task: Task) -> None:
+        with torch.no_grad():  # grad mode belongs to a thread
+            fn(task)
+
+    for _ in _workers(workers).map(quietly, tasks):
+        pass
+
+
+def _workers(size: int) -> ThreadPoolExecutor:
+    global _pool, _size
+    with _lock:
+        if _pool is None or _size != size:
+            if _pool is not None:
+                _pool.shutdown(wait=False)
+            _pool, _size = _start(size), size
+        return _pool
+
+
+def _start(size: int) -> ThreadPoolExecutor:
+    """Start all threads at once: torch.set_num_threads also changes what later threads begin with, so restore it."""
+    ready = threading.Barrier(size + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(size, thread_name_prefix="relampago", initializer=begin)
+    for _ in range(size):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(size)
+    return pool
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

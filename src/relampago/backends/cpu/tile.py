@@ -1,0 +1,291 @@
+"""A task's heads and its tiles of queries: which keys a tile visits, and the scores it finds there.
+
+Rows are packed: a tile holds l positions of each of a kv head's R query heads as l·R rows, so K and V are read once per
+group and one query of a large group is still a matrix. Legend: g kv heads of the task, R query heads per kv head,
+l positions of a tile, n keys of a panel, D and E head dims.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relampago import dropout
+from relampago.masks.rules import Band, full_range, key_range, visible
+from relampago.mods import TORCH_MATH, Rule, gather, rule_of
+from relampago.problem import Arrays, accumulate_dtype
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+_scratch = threading.local()
+
+
+class Heads(NamedTuple):
+    """What a task works on: sequence b, kv heads g0..g1, and of each group the query heads r0..r1."""
+
+    b: int
+    g0: int
+    g1: int
+    r0: int
+    r1: int
+
+
+class Panel(NamedTuple):
+    """Keys that a tile visits together: a slice, or positions gathered from tiles of a BlockSparse."""
+
+    keys: slice | Tensor
+    size: int
+    edges: tuple[tuple[int, int], ...]  # columns that the band may hide from some row
+    pattern: Tensor | None  # bool [l, n] from partial tiles
+
+
+class Slab:
+    """One task's part of the tensors, heads of the task only."""
+
+    def __init__(self, x: Arrays, heads: Heads) -> None:
+        self.x, self.heads = x, heads
+        self.rows, self.cols, self.band = x.sequence(heads.b)
+        self.k = x.k[self.cols][:, heads.g0 : heads.g1]  # [Lk, g, D]
+        self.v = x.v[self.cols][:, heads.g0 : heads.g1]  # [Lk, g, E]
+        self.q = self.queries_of(x.q)  # [Lq, g, R, D]
+        self.dtype = accumulate_dtype(x.q.dtype)
+        # Base 2 needs one multiplication less per element; with mods or a bias scores stay natural, since a bias of
+        # finfo.min times log2(e) would no longer be finite.
+        self.base2 = not x.mods and x.bias is None
+
+    def queries_of(self, t: Tensor) -> Tensor:
+        """The task's rows and heads of a tensor laid out like q: a view [Lq, g, R, …]."""
+        h = self.heads
+        return t[self.rows].unflatten(1, (-1, self.x.group))[:, h.g0 : h.g1, h.r0 : h.r1]
+
+    def lse_of(self, lse: Tensor) -> Tensor:
+        """The task's part of an LSE: a view [g, R, Lq]."""
+        h = self.heads
+        whole = lse[h.b] if self.x.cu_q is None else lse[:, self.rows]
+        return whole.unflatten(0, (-1, self.x.group))[h.g0 : h.g1, h.r0 : h.r1]
+
+    def take(self, t: Tensor, panel: Panel) -> Tensor:
+        """Keys or values of a panel, [g, n, D], in the accumulation dtype, rows contiguous for large products."""
+        part = t[panel.keys].transpose(0, 1).to(self.dtype)
+        return part if self.q.shape[0] * self.q.shape[2] < 64 else part.contiguous()
+
+    def heads_of(self, t: Tensor) -> Tensor:
+        """The task's sequence and heads of what broadcasts to (B, H, Lq, Lk): a view [g or 1, R or 1, Lq, Lk]."""
+        t = t[self.heads.b if t.shape[0] > 1 else 0]
+        if t.shape[0] == 1:
+            return t[None]
+        h = self.heads
+        return t.unflatten(0, (-1, self.x.group))[h.g0 : h.g1, h.r0 : h.r1]
+
+
+class Tile:
+    """Positions p0..p1 of a slab's rows."""
+
+    def __init__(self, slab: Slab, p0: int, p1: int) -> None:
+        self.slab, self.p0, self.p1 = slab, p0, p1
+        self.g, self.group = slab.q.shape[1], slab.q.shape[2]
+        self.shape = (self.g, p1 - p0, self.group)  # rows as [g, l, R]
+
+    def pack(self, t: Tensor) -> Tensor:
+        """This tile's rows of a view [Lq, g, R, …] as [g, l·R, …] in the accumulation dtype."""
+        return t[self.p0 : self.p1].transpose(0, 1).flatten(1, 2).to(self.slab.dtype)
+
+    def unpack(self, packed: Tensor, into: Tensor) -> None:
+        """Write packed rows [g, l·R, D] to a view [Lq, g, R, D]."""
+        into[self.p0 : self.p1] = packed.unflatten(1, self.shape[1:]).transpose(0, 1)
+
+    def pack_lse(self, lse: Tensor) -> Tensor:
+        """This tile's rows of a view [g, R, Lq] as [g, l·R, 1]."""
+        return lse[:, :, self.p0 : self.p1].transpose(1, 2).reshape(self.g, -1, 1)
+
+    def queries(self) -> Tensor:
+        """Scaled queries [g, l·R, D]; their products with keys are scores, in base 2 where the slab says so."""
+        factor = self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0)
+        return self.pack(self.slab.q) * factor
+
+    def panels(self, size: int) -> Iterator[Panel]:
+        """The keys that some row sees, at most `size` at a time."""
+        slab, x = self.slab, self.slab.x
+        start, end, full_start, full_end = self.bounds()
+        if x.blocks is None:
+            for j0 in range(start, end, size):
+                j1 = min(j0 + size, end)
+                sides = ((j0, min(j1, full_start)), (max(j0, full_start, full_end), j1))
+                edges = tuple((max(a, j0) - j0, b - j0) for a, b in sides if b > max(a, j0))
+                yield Panel(slice(j0, j1), j1 - j0, edges, None)
+            return
+        keys, pattern = self.block_keys()
+        seen = (keys >= start) & (keys < end)
+        keys, pattern = keys[seen], pattern[:, seen]
+        banded = slab.band.bounded
+        for j in range(0, keys.shape[0], size):
+            part = keys[j : j + size]
+            n = part.shape[0]
+            yield Panel(part, n, ((0, n),) if banded else (), pattern[:, j : j + n])
+
+    def bounds(self) -> tuple[int, int, int, int]:
+        """Keys [start, end) that some row sees and [full_start, full_end) that every row sees."""
+        band, len_k = self.slab.band, self.slab.k.shape[0]
+        sides = (band.offset, band.left, band.right, band.prefix)
+        start, end = key_range(self.p0, self.p1 - 1, len_k, *sides)
+        full_start, full_end = full_range(self.p0, self.p1 - 1, len_k, *sides)
+        if (table := self.tables(band)) is not None:
+            row_start, row_end = table
+            start, end = max(start, int(row_start.min())), min(end, int(row_end.max()))
+            full_start = max(full_start, int(row_start.max()))
+            full_end = min(full_end, int(row_end.min()))
+        return start, end, full_start, full_end
+
+    def tables(self, band: Band) -> tuple[Tensor, Tensor] | None:
+        """This tile's rows of the band's tables."""
+        if band.row_start is None or band.row_end is None:
+            return None
+        b = self.slab.heads.b if band.row_start.shape[0] > 1 else 0
+        return band.row_start[b, self.p0 : self.p1], band.row_end[b, self.p0 : self.p1]
+
+    def block_keys(self) -> tuple[Tensor, Tensor]:
+        """Keys [n] in the tiles that this tile's row of a BlockSparse lists, and which rows see them, bool [l, n]."""
+        slab, x = self.slab, self.slab.x
+        assert x.blocks is not None and x.block is not None
+        blocks, (block_q, block_k) = x.blocks, x.block
+        heads = slab.heads
+        b = heads.b if blocks.count.shape[0] > 1 else 0
+        h = heads.g0 * x.group + heads.r0 if blocks.count.shape[1] > 1 else 0
+        i = self.p0 // block_q
+        count = int(blocks.count[b, h, i])
+        index, which = blocks.index[b, h, i, :count], blocks.pattern[b, h, i, :count]
+        tiles = blocks.tiles[which.clamp(min=0)] | (which < 0).view(-1, 1, 1)  # [count, BQ, BK]
+        keys = (index[:, None] * block_k + torch.arange(block_k)).flatten().long()
+        seen = tiles.transpose(0, 1).flatten(1)[self.p0 - i * block_q : self.p1 - i * block_q]
+        inside = keys < slab.k.shape[0]
+        return keys[inside], seen[:, inside]
+
+    def scores(self, q: Tensor, k: Tensor, panel: Panel, steps: list[Tensor] | None = None) -> Tensor:
+        """Masked scores [g, l·R, n] in a buffer of this thread; the input of each mod is kept in steps, if given."""
+        s = scratch("scores", (q.shape[0], q.shape[1], panel.size), q)
+        torch.bmm(q, k.transpose(1, 2), out=s)
+        x = self.slab.x
+        if x.mods:
+            s = self.modified(s, panel, steps)
+        grid = s.view(*self.shape, panel.size)  # [g, l, R, n]
+        if x.bias is not None:
+            grid += self.part(x.bias, panel)
+        if x.mask is not None:
+            grid.masked_fill_(~self.part(x.mask, panel), -math.inf)
+        if panel.pattern is not None:
+            grid.masked_fill_(~panel.pattern[:, None], -math.inf)
+        for a, b in panel.edges:
+            grid[..., a:b].masked_fill_(~self.seen(panel, a, b), -math.inf)
+        return s
+
+    def seen(self, panel: Panel, a: int, b: int) -> Tensor:
+        """What the band shows of a panel's columns a..b: bool [l, 1, n]."""
+        band = self.slab.band
+        row, key = self.row(), columns(panel)[a:b]
+        seen = visible(row, key, band.offset, band.left, band.right, band.prefix)
+        if (table := self.tables(band)) is not None:
+            row_start, row_end = table
+            seen = seen & (key >= row_start.view(-1, 1, 1)) & (key < row_end.view(-1, 1, 1))
+        return seen
+
+    def row(self) -> Tensor:
+        """Row numbers [l, 1, 1]."""
+        return torch.arange(self.p0, self.p1).view(-1, 1, 1)
+
+    def head(self) -> Tensor:
+        """Query heads [g, 1, R, 1]."""
+        h = self.slab.heads
+        kv = torch.arange(h.g0, h.g1).view(-1, 1, 1, 1)
+        return kv * self.slab.x.group + torch.arange(h.r0, h.r1).view(1, 1, -1, 1)
+
+    def part(self, t: Tensor, panel: Panel) -> Tensor:
+        """This tile's part of what broadcasts to (B, H, Lq, Lk): [g or 1, l or 1, R or 1, n or 1]."""
+        t = self.slab.heads_of(t).transpose(1, 2)  # [g, Lq, R, Lk]
+        t = t if t.shape[1] == 1 else t[:, self.p0 : self.p1]
+        return t if t.shape[3] == 1 else t[..., panel.keys]
+
+    def mods(self, panel: Panel) -> Iterator[tuple[Rule, tuple]]:
+        """Each mod with its arguments for a panel."""
+        x = self.slab.x
+        row, key, head = self.row(), columns(panel), self.head()
+        place = row + self.slab.band.offset
+        tensors = iter(x.mod_args)
+        for rule in map(rule_of, x.mods):
+            args = (
+                s
+                if isinstance(s, float)
+                else gather(s, next(tensors), self.slab.heads.b, head, place, key, row)
+                for s in rule.slots
+            )
+            yield rule, tuple(args)
+
+    def modified(self, s: Tensor, panel: Panel, steps: list[Tensor] | None) -> Tensor:
+        """Scores after every mod."""
+        place = self.row() + self.slab.band.offset
+        for rule, args in self.mods(panel):
+            if steps is not None:
+                steps.append(s)
+            grid = s.view(*self.shape, panel.size)
+            s = rule.fn(grid, place, columns(panel), self.head(), args, TORCH_MATH).reshape(s.shape)
+        return s.clone() if steps and s is steps[-1] else s
+
+    def slope(self, steps: list[Tensor], panel: Panel) -> Tensor | float:
+        """The derivative of the scores after all mods by those before; `steps` as `scores` filled it."""
+        place = self.row() + self.slab.band.offset
+        total: Tensor | float = 1.0
+        for step, (rule, args) in zip(steps, self.mods(panel), strict=True):
+            assert rule.dfn is not None, "why_not refuses a backward without dfn"
+            grid = step.view(*self.shape, panel.size)
+            total = total * rule.dfn(grid, place, columns(panel), self.head(), args, TORCH_MATH)
+        return total
+
+    def kept(self, panel: Panel) -> Tensor | None:
+        """The dropout factors 0 or 1 / (1 - p), [g, l·R, n]; None without dropout."""
+        x, heads = self.slab.x, self.slab.heads
+        if not x.dropout_p or x.seed is None:
+            return None
+        stream = heads.b * x.q.shape[-2] + self.head()
+        keep = dropout.kept(x.seed, stream, self.row(), columns(panel), x.dropout_p)
+        return keep.reshape(self.g, -1, panel.size).to(self.slab.dtype).div_(1 - x.dropout_p)
+
+    def power_(self, s: Tensor) -> Tensor:
+        """e to the s, in place; s in the slab's base."""
+        return s.exp2_() if self.slab.base2 else s.mul_(LOG2E).exp2_()
+
+    def sink(self) -> Tensor | None:
+        """The sinks of this tile's rows, [g, l·R, 1], in the slab's base."""
+        sinks, h = self.slab.x.sinks, self.slab.heads
+        if sinks is None:
+            return None
+        part = sinks.unflatten(0, (-1, self.slab.x.group))[h.g0 : h.g1, h.r0 : h.r1]  # [g, R]
+        rows = part[:, None].expand(*self.shape).reshape(self.g, -1, 1).to(self.slab.dtype)
+        return rows * LOG2E if self.slab.base2 else rows
+
+
+def columns(panel: Panel) -> Tensor:
+    """The panel's keys [n]."""
+    if isinstance(panel.keys, slice):
+        return torch.arange(panel.keys.start, panel.keys.stop)
+    return panel.keys
+
+
+def scratch(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A buffer of this thread, reused from tile to tile."""
+    size = math.prod(shape)
+    key = f"{name} {like.dtype}"
+    buffer = getattr(_scratch, key, None)
+    if buffer is None or buffer.numel() < size:
+        buffer = torch.empty(size, dtype=like.dtype)
+        setattr(_scratch, key, buffer)
+    return buffer[:size].view(shape)
+
+
+def release() -> None:
+    """Drop this thread's buffers."""
+    _scratch.__dict__.clear()

@@ -1,0 +1,228 @@
+"""Dense attention, eager, as the formula reads: the specification, the oracle and "standard attention".
+
+`dense` is the mathematics of one sequence, differentiable by autograd. It materialises the N×N matrix on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from relampago import dropout
+from relampago.masks.rules import Band, visible
+from relampago.mods import TORCH_MATH, gather, no_slope, rule_of
+from relampago.plan import Plan
+from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, accumulate_dtype
+
+
+class Reference:
+    """The backend `reference`: runs anything, slowly, in O(N²) memory."""
+
+    name = "reference"
+
+    def why_not(self, p: Problem) -> str | None:
+        return no_slope(p.mods) if p.direction == "backward" else None
+
+    def plan(self, p: Problem) -> Plan:
+        return Plan(block_q=1, block_k=1)  # no tiles
+
+    def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        return attend(x, accumulate_dtype(x.q.dtype))
+
+    def backward(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        dtype = accumulate_dtype(x.q.dtype)
+        dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (x.q, x.k, x.v))
+        dbias = None if x.bias is None else torch.zeros_like(x.bias, dtype=dtype)
+        dsinks = None if x.sinks is None else torch.zeros_like(x.sinks, dtype=dtype)
+        for b in range(x.batch):
+            rows, keys, band = x.sequence(b)
+            one = _Sequence(x, b, band, dtype)
+            lse = saved.lse[b] if x.cu_q is None else saved.lse[:, rows]
+            dl = None if dlse is None else dlse[b] if x.cu_q is None else dlse[:, rows]
+            dq[rows], dk[keys], dv[keys] = one.differentiate(
+                _heads_first(dout[rows]).to(dtype), _heads_first(saved.out[rows]).to(dtype), lse, dl, dbias, dsinks
+            )
+        return Grads(dq, dk, dv, dbias, dsinks)
+
+
+def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Every sequence by `dense`; products and softmax in `dtype`. Differentiable."""
+    outs, lses = [], []
+    out = x.q.new_zeros(*x.q.shape[:-1], x.v.shape[-1], dtype=dtype)
+    lse = _empty_lse(x)
+    for b in range(x.batch):
+        rows, _, band = x.sequence(b)
+        o, l = _Sequence(x, b, band, dtype).attend()
+        outs.append(o.transpose(0, 1))
+        lses.append(l)
+        if x.cu_q is not None:
+            out[rows] = outs[b]
+            lse[:, rows] = l
+    if x.cu_q is None and outs:
+        return torch.stack(outs), torch.stack(lses)
+    return out, lse
+
+
+def _empty_lse(x: Arrays) -> Tensor:
+    shape = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else (x.q.shape[1], x.q.shape[0])
+    return x.q.new_full(shape, -math.inf, dtype=accumulate_dtype(x.q.dtype))
+
+
+def _heads_first(t: Tensor) -> Tensor:
+    return t.transpose(0, 1)
+
+
+class _Sequence:
+    """One sequence, heads first, kv heads repeated to query heads."""
+
+    def __init__(self, x: Arrays, b: int, band: Band, dtype: torch.dtype) -> None:
+        rows, keys, _ = x.sequence(b)
+        self.x, self.b, self.band, self.dtype = x, b, band, dtype
+        self.q = _heads_first(x.q[rows]).to(dtype)  # [H, Lq, D]
+        self.k = _heads_first(x.k[keys]).to(dtype).repeat_interleave(x.group, 0)  # [H, Lk, D]
+        self.v = _heads_first(x.v[keys]).to(dtype).repeat_interleave(x.group, 0)  # [H, Lk, E]
+        device = x.q.device
+        self.head = torch.arange(self.q.shape[0], device=device).view(-1, 1, 1)
+        self.row = torch.arange(self.q.shape[1], device=device).view(1, -1, 1)
+        self.key = torch.arange(self.k.shape[1], device=device).view(1, 1, -1)
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        scores = self.scores()[-1]
+        lse = self.lse(scores)
+        p = self.weights(scores, lse)
+        return (p * self.kept(p)) @ self.v, lse
+
+    def scores(self) -> list[Tensor]:
+        """Scaled products, then after each mod; the last one with bias and mask: softmax reads it."""
+        steps = [self.q @ self.k.transpose(-1, -2) * self.x.scale]  # [H, Lq, Lk]
+        for rule, args in self.mods():
+            place = self.row + self.band.offset
+            steps.append(rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH).to(self.dtype))
+        last = steps[-1] if self.x.bias is None else steps[-1] + self.part(self.x.bias).to(self.dtype)
+        return [*steps, last.masked_fill(~self.seen(), -math.inf)]
+
+    def mods(self):
+        place = self.row + self.band.offset
+        tensors = iter(self.x.mod_args)
+        for rule in map(rule_of, self.x.mods):
+            args = tuple(
+                slot
+                if isinstance(slot, float)
+                else gather(slot, next(tensors), self.b, self.head, place, self.key, self.row)
+                for slot in rule.slots
+            )
+            yield rule, args
+
+    def part(self, t: Tensor) -> Tensor:
+        """This sequence's part of something that broadcasts to (B, H, Lq, Lk)."""
+        t = t[self.b if t.shape[0] > 1 else 0]
+        return t[:, : self.row.shape[1], : self.key.shape[2]]
+
+    def seen(self) -> Tensor:
+        band = self.band
+        seen = visible(self.row, self.key, band.offset, band.left, band.right, band.prefix)
+        if band.row_start is not None and band.row_end is not None:
+            b = self.b if band.row_start.shape[0] > 1 else 0
+            seen = seen & (self.key >= band.row_start[b][:, None]) & (self.key < band.row_end[b][:, None])
+        if self.x.mask is not None:
+            seen = seen & self.part(self.x.mask)
+        if self.x.blocks is not None and self.x.block is not None:
+            seen = seen & self.tiles(*self.x.block)
+        return seen
+
+    def tiles(self, block_q: int, block_k: int) -> Tensor:
+        """A BlockSparse as a dense mask (H or 1, Lq, Lk)."""
+        blocks = self.x.blocks
+        assert blocks is not None
+        b = self.b if blocks.count.shape[0] > 1 else 0
+        heads, rows = blocks.count.shape[1:]
+        keys = blocks.q_count.shape[2]
+        grid = blocks.tiles.new_zeros(heads, rows, keys, block_q, block_k)
+        for h in range(heads):
+            for i in range(rows):
+                for j in range(int(blocks.count[b, h, i])):
+                    pattern = int(blocks.pattern[b, h, i, j])
+                    grid[h, i, blocks.index[b, h, i, j]] = True if pattern < 0 else blocks.tiles[pattern]
+        dense = grid.transpose(2, 3).reshape(heads, rows * block_q, keys * block_k)
+        return dense[:, : self.row.shape[1], : self.key.shape[2]]
+
+    def lse(self, scores: Tensor) -> Tensor:
+        """log Σ exp over the visible keys and the sink; -inf for a row that sees nothing."""
+        if self.x.sinks is not None:
+            sink = self.x.sinks.to(self.dtype).view(-1, 1, 1).expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], -1)
+        if scores.shape[-1] == 0:
+            return scores.new_full(scores.shape[:-1], -math.inf)
+        m = scores.amax(-1, keepdim=True).detach()
+        m = torch.where(m == -math.inf, torch.zeros_like(m), m)
+        total = (scores - m).exp().sum(-1, keepdim=True)
+        nothing = total == 0
+        lse = m + torch.where(nothing, torch.ones_like(total), total).log()
+        return lse.masked_fill(nothing, -math.inf).squeeze(-1)
+
+    def weights(self, scores: Tensor, lse: Tensor) -> Tensor:
+        """softmax, normalised by a sum of its own so that a huge LSE costs no digits."""
+        m = scores.amax(-1, keepdim=True) if scores.shape[-1] else lse[..., None]
+        if self.x.sinks is not None:
+            m = torch.maximum(m, self.x.sinks.to(self.dtype).view(-1, 1, 1))
+        m = torch.where(m == -math.inf, torch.zeros_like(m), m).detach()
+        p = (scores - m).exp()
+        total = p.sum(-1, keepdim=True)
+        if self.x.sinks is not None:
+            total = total + (self.x.sinks.to(self.dtype).view(-1, 1, 1) - m).exp()
+        return p / torch.where(total == 0, torch.ones_like(total), total)
+
+    def kept(self, p: Tensor) -> Tensor | float:
+        """The dropout factor: 0 or 1 / (1 - dropout_p)."""
+        x = self.x
+        if not x.dropout_p or x.seed is None:
+            return 1.0
+        stream = self.b * self.q.shape[0] + self.head
+        keep = dropout.kept(x.seed, stream, self.row, self.key, x.dropout_p)
+        return keep.to(p.dtype) / (1 - x.dropout_p)
+
+    def differentiate(
+        self,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        dbias: Tensor | None,
+        dsinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias and dsinks, returns dq, dk, dv."""
+        steps = self.scores()
+        p = (steps[-1] - lse[..., None]).exp() if self.x.shard else self.weights(steps[-1], lse)
+        p = p.masked_fill(~self.seen(), 0)
+        keep = self.kept(p)
+        delta = (dout * out).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta = delta - dlse.to(self.dtype)[..., None]
+        dv = (p * keep).transpose(-1, -2) @ dout
+        ds = p * ((dout @ self.v.transpose(-1, -2)) * keep - delta)
+        if dbias is not None:
+            target = self.part(dbias)
+            target += ds.sum_to_size(target.shape)
+        if dsinks is not None and self.x.sinks is not None:
+            sink = self.x.sinks.to(self.dtype).view(-1, 1)
+            dsinks -= ((sink - lse).exp() * delta.squeeze(-1)).sum(-1)
+        place = self.row + self.band.offset
+        for step, (rule, args) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
+            ds = ds * rule.dfn(step, place, self.key, self.head, args, TORCH_MATH)
+        dq = ds @ self.k * self.x.scale
+        dk = ds.transpose(-1, -2) @ self.q * self.x.scale
+        fold = (-1, self.x.group)
+        dk, dv = dk.unflatten(0, fold).sum(1), dv.unflatten(0, fold).sum(1)
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+

@@ -1,0 +1,266 @@
+"""The custom ops: what autograd, torch.compile, vmap and the FLOP counter see of relampago.
+
+Two ops, `relampago::forward` and `relampago::backward`. They take tensors, the sizes that may vary under torch.compile, and
+one string of static `Facts`. Description, choice and plan happen inside, where sizes are concrete.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from relampago.errors import InvalidInput
+from relampago.masks.blocks import Blocks
+from relampago.masks.rules import Band
+from relampago.plan import Plan
+from relampago.problem import (
+    Arrays,
+    Device,
+    Facts,
+    Problem,
+    Saved,
+    Wanted,
+    accumulate_dtype,
+    describe,
+)
+from relampago.select import choose
+from relampago.work import Work
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
+    "Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, Tensor[] mod_args, SymInt[] sizes, str facts"
+)
+_NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
+_library = torch.library.Library("relampago", "DEF")
+_library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
+_library.define(
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_INPUTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+forward_op = torch.ops.relampago.forward.default
+backward_op = torch.ops.relampago.backward.default
+
+
+def _gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
+    """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
+    q, k, v, bias, sinks, mask, cu_q, cu_k, row_start, row_end, seed, blocks, mod_args, sizes, text = args
+    facts = Facts.decode(text)
+    x = Arrays(
+        q=q,
+        k=k,
+        v=v,
+        scale=q.shape[-1] ** -0.5 if facts.scale is None else facts.scale,
+        band=Band(sizes[0], facts.left, facts.right, facts.prefix, row_start, row_end),
+        len_q=sizes[1],
+        len_k=sizes[2],
+        cu_q=cu_q,
+        cu_k=cu_k,
+        bias=bias,
+        mask=mask,
+        sinks=sinks,
+        seed=seed,
+        blocks=Blocks(*blocks) if blocks else None,
+        block=facts.block,
+        mods=facts.mods,
+        mod_args=tuple(mod_args),
+        dropout_p=facts.dropout_p,
+        shard=facts.shard,
+        dtype=None if facts.dtype is None else getattr(torch, facts.dtype),
+    )
+    return x, facts
+
+
+def problem_of(
+    call: tuple[Any, ...], device: Device | None = None, wanted: Wanted | None = None
+) -> Problem:
+    """The problem that the op's arguments amount to: the backward one if gradients are wanted."""
+    x, facts = _gather(call)
+    return describe(x, facts, wanted=wanted, device=device)
+
+
+def arrays_of(call: tuple[Any, ...]) -> Arrays:
+    """The op's arguments as a backend gets them."""
+    return _gather(call)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
+    chosen = choose(p, backend)
+    return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
+
+
+@torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    x, facts = _gather(args)
+    _check_cu_seqlens(x)
+    problem = describe(x, facts)
+    backend, plan = _decide(problem, facts.backend, facts.plan)
+    out, lse = backend.forward(problem, plan, x)
+    return out.to(x.out_dtype), lse
+
+
+@torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    x, facts = _gather(args)
+    wish = Wanted(*wanted)
+    problem = describe(x, facts, wanted=wish)
+    backend, plan = _decide(problem, facts.backend, facts.plan)
+    grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
+    inputs = (x.q, x.k, x.v, x.bias, x.sinks)
+    return tuple(
+        _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
+        for grad, source in zip(grads, inputs, strict=True)
+    )
+
+
+def _absent(like: Tensor) -> Tensor:
+    """Stands for a gradient that does not exist: an op always returns tensors."""
+    return like.new_empty(0)
+
+
+def _check_cu_seqlens(x: Arrays) -> None:
+    """Values can be read without waiting for a device only on the CPU; GPU kernels clamp to the tensors instead."""
+    for name, cu, total in (("q", x.cu_q, x.q.shape[0]), ("k", x.cu_k, x.k.shape[0])):
+        if cu is None or cu.device.type != "cpu":
+            continue
+        lengths = cu.diff()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        most = x.len_q if name == "q" else x.len_k
+        if int(cu[0]) != 0:
+            problem = (f"starts at {int(cu[0])}", "0")
+        elif lengths.numel() and int(lengths.min()) < 0:
+            problem = (f"decreases: {cu.tolist()[:16]}", "a non-decreasing sequence")
+        elif int(cu[-1]) > total:
+            problem = (f"ends at {int(cu[-1])}", f"at most the {total} rows of {name}")
+        elif longest > most:
+            raise InvalidInput(f"max_seqlen_{name} is {most}; expected at least {longest}, the longest in cu_seqlens_{name}")
+        else:
+            continue
+        raise InvalidInput(f"cu_seqlens_{name} {problem[0]}; expected {problem[1]}")
+
+
+@torch.library.register_fake("relampago::forward", lib=_library)
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    x, _ = _gather(args)
+    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.out_dtype)
+    if x.cu_q is None:
+        shape = (x.q.shape[0], x.q.shape[2], x.q.shape[1])
+    else:
+        shape = (x.q.shape[1], x.q.shape[0])
+    return out, x.q.new_empty(shape, dtype=accumulate_dtype(x.q.dtype))
+
+
+@torch.library.register_fake("relampago::backward", lib=_library)
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    x, _ = _gather(args)
+    wish = Wanted(*wanted)
+    present = (True, True, True, x.bias is not None and wish.bias, x.sinks is not None)
+    inputs = (x.q, x.k, x.v, x.bias, x.sinks)
+    return tuple(
+        source.new_empty(source.shape, dtype=x.dtype or source.dtype)
+        if source is not None and there
+        else _absent(x.q)
+        for there, source in zip(present, inputs, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, blocks, mod_args, sizes, facts = inputs
+    ctx.set_materialize_grads(False)
+    ctx.counts = (len(tensors), len(blocks))
+    ctx.save_for_backward(*output, *tensors, *blocks, *mod_args)
+    ctx.sizes, ctx.facts = sizes, facts
+
+
+def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, *rest = ctx.saved_tensors
+    n, n_blocks = ctx.counts
+    tensors, blocks, mod_args = rest[:n], rest[n : n + n_blocks], rest[n + n_blocks :]
+    needs = ctx.needs_input_grad[:5]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = torch.ops.relampago.backward(
+        dout, dlse, out, lse, list(needs), *tensors, blocks, mod_args, ctx.sizes, ctx.facts
+    )
+    wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    return (*wanted, *[None] * (n - 5), [None] * n_blocks, [None] * len(mod_args), None, None)
+
+
+torch.library.register_autograd(
+    "relampago::forward", _autograd, setup_context=_setup_context, lib=_library
+)
+
+
+def _fold(args: tuple[Any, ...], dims: tuple[Any, ...], size: int) -> list[Any]:
+    """vmap: the new dimension joins the batch. Tensors without a batch of their own cannot differ along it."""
+    names = dict(zip(_NAMES, zip(args, dims, strict=True), strict=True))
+    if names["cu_q"][0] is not None:
+        raise NotImplementedError("vmap over packed sequences: give it a padded batch")
+    folded = []
+    for name, (value, dim) in names.items():
+        if isinstance(value, (list, tuple)) and any(isinstance(d, int) for d in dim or ()):
+            raise NotImplementedError(f"vmap over {name}")
+        if not isinstance(value, Tensor):
+            folded.append(value)
+        elif name in ("q", "k", "v"):
+            folded.append(_stack(value, dim, size).flatten(0, 1))
+        elif dim is None:
+            per_batch = name in ("bias", "mask", "row_start", "row_end") and value.shape[0] > 1
+            folded.append(_stack(value, None, size).flatten(0, 1) if per_batch else value)
+        elif name in ("bias", "mask", "row_start", "row_end"):
+            batch = args[0].shape[0 if dims[0] is None else 1 if dims[0] == 0 else 0]
+            value = value.movedim(dim, 0)
+            folded.append(value.expand(size, batch, *value.shape[2:]).flatten(0, 1))
+        else:
+            raise NotImplementedError(f"vmap over {name}")
+    return folded
+
+
+def _stack(value: Tensor, dim: int | None, size: int) -> Tensor:
+    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+
+
+def _forward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
+    out, lse = torch.ops.relampago.forward(*_fold(args, dims, info.batch_size))
+    return (out.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1))), (0, 0)
+
+
+def _backward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
+    size = info.batch_size
+    per_batch = [None if a is None else _stack(a, d, size).flatten(0, 1) for a, d in zip(args[:4], dims[:4], strict=True)]
+    folded = _fold(args[5:], dims[5:], size)
+    dq, dk, dv, dbias, dsinks = torch.ops.relampago.backward(*per_batch, args[4], *folded)
+    bias, sinks = folded[3], folded[4]
+    if (bias is not None and args[4][3] and bias.shape[0] == 1) or (sinks is not None and args[4][4]):
+        raise NotImplementedError("vmap over the gradient of a bias or sinks that the samples share")
+    if dbias.numel():
+        dbias = dbias.unflatten(0, (size, -1))
+    outs = tuple(g.unflatten(0, (size, -1)) for g in (dq, dk, dv))
+    return (*outs, dbias, dsinks), (0, 0, 0, 0 if dbias.numel() else None, None)
+
+
+torch.library.register_vmap("relampago::forward", _forward_vmap, lib=_library)
+torch.library.register_vmap("relampago::backward", _backward_vmap, lib=_library)
+
+
+@register_flop_formula(torch.ops.relampago.forward)
+def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return Work.of_shapes(*_sizes(shapes)).forward_flops
+
+
+@register_flop_formula(torch.ops.relampago.backward)
+def _backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return Work.of_shapes(*_sizes(shapes[5:])).backward_flops
+
+
+def _sizes(shapes: tuple[Any, ...]):
+    q, k, v, *_, sizes, text = shapes
+    return q, k, v, tuple(sizes), Facts.decode(text)

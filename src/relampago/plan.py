@@ -1,0 +1,99 @@
+"""Plans: tile sizes and the like, apart from the algorithms. Tables in `tuning/tables`, first matching row wins."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from typing import Any
+
+from relampago.errors import InvalidInput
+from relampago.problem import Problem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one launch is cut. What a backend does not use stays at its default.
+
+    Args:
+        block_q: rows of a query tile.
+        block_k: keys of a key tile.
+        warps: warps of a block (GPU).
+        stages: depth of the software pipeline (GPU).
+    """
+
+    block_q: int
+    block_k: int
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise InvalidInput(f"plan: {name} is {value!r}; expected a positive int")
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """As pairs, for `Facts.plan`."""
+        return tuple(asdict(self).items())
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table: when it applies, the plan, and where it was measured."""
+
+    when: tuple[tuple[str, Any], ...]
+    plan: Plan
+    source: str
+
+    def matches(self, p: Problem) -> bool:
+        """Whether every condition holds. `x_max` and `x_min` bound; a list means one of; else equality."""
+        return all(_holds(p, name, value) for name, value in self.when)
+
+
+def _holds(p: Problem, name: str, value: Any) -> bool:
+    if name.endswith("_max"):
+        return getattr(p, name[:-4]) <= value
+    if name.endswith("_min"):
+        return getattr(p, name[:-4]) >= value
+    got = getattr(p, name)
+    return got in value if isinstance(value, tuple) else got == value
+
+
+@functools.lru_cache(maxsize=64)
+def table(arch: str) -> dict[str, tuple[Row, ...]]:
+    """The rows of an architecture's table by kernel, such as "cpu.forward"; empty if there is no such table."""
+    file = resources.files("relampago") / "tuning" / "tables" / f"{arch}.toml"
+    if not file.is_file():
+        return {}
+    loaded = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {
+        f"{backend}.{kernel}": tuple(_row(row, f"{arch}.toml {backend}.{kernel}") for row in rows)
+        for backend, kernels in loaded.items()
+        for kernel, rows in kernels.items()
+    }
+
+
+def _row(row: dict[str, Any], where: str) -> Row:
+    known = {field.name for field in fields(Plan)}
+    if set(row) - {"when", "plan", "from"} or set(row["plan"]) - known or "from" not in row:
+        raise InvalidInput(f"{where}: row {row} needs plan (of {sorted(known)}), from, and may have when")
+    when = tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in row.get("when", {}).items()
+    )
+    return Row(when, Plan(**row["plan"]), row["from"])
+
+
+def first_match(archs: tuple[str, ...], kernel: str, p: Problem) -> Plan:
+    """The plan of the first row that matches, in the first of these tables that has the kernel."""
+    for arch in archs:
+        for row in table(arch).get(kernel, ()):
+            if row.matches(p):
+                return row.plan
+    raise InvalidInput(f"no row of {archs} matches {kernel} for {p}")

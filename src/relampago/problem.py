@@ -1,0 +1,277 @@
+"""How a call is described: `Facts` (what the user said), `Arrays` (tensors), `Problem` (the key of every choice)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import platform
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from relampago.masks.blocks import Blocks
+from relampago.masks.rules import Band
+
+
+class Layout(Enum):
+    """How sequences lie in memory."""
+
+    DENSE = "dense"  # (B, L, H, D)
+    RAGGED = "ragged"  # (total, H, D) with cu_seqlens
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a kernel must know of the machine, without touching it."""
+
+    kind: str  # "cpu", "cuda" or "hip"
+    arch: str  # "sm90", "gfx942", "x86_64"
+    multiprocessors: int = 1
+    shared_memory: int = 0  # bytes a block may use
+
+    def __str__(self) -> str:
+        return self.arch if self.kind != "cpu" else "cpu"
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(device: torch.device) -> Device:
+        """Describe a torch device."""
+        if device.type != "cuda":
+            return Device(device.type, platform.machine() or "unknown", torch.get_num_threads())
+        facts = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            arch = facts.gcnArchName.split(":")[0]
+            return Device("hip", arch, facts.multi_processor_count, 65536)
+        shared = getattr(facts, "shared_memory_per_block_optin", 99 * 1024)
+        return Device("cuda", f"sm{facts.major}{facts.minor}", facts.multi_processor_count, shared)
+
+
+class Facts(NamedTuple):
+    """What the user asked for, as plain values: it crosses the custom op's border as one string."""
+
+    scale: float | None = None  # None: dim ** -0.5
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    block: tuple[int, int] | None = None  # tile of a BlockSparse
+    mods: tuple[str, ...] = ()  # tokens of `mods.register`
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    dtype: str | None = None  # of out and gradients; None: as the inputs
+    shard: bool = False  # part of a larger attention: in the backward, LSE is the whole's
+    backend: str | None = None
+    plan: tuple[tuple[str, int], ...] = ()  # a forced plan
+
+    def encode(self) -> str:
+        """As a string."""
+        return repr(tuple(self))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def decode(text: str) -> Facts:
+        """From a string."""
+        return Facts(*ast.literal_eval(text))
+
+
+@dataclass(slots=True, kw_only=True)
+class Arrays:
+    """The tensors of one call and the numbers that vary with them. Legend: see `relampago.attention`."""
+
+    q: Tensor  # (B, Lq, H, D) or (Tq, H, D)
+    k: Tensor  # (B, Lk, G, D) or (Tk, G, D)
+    v: Tensor  # (B, Lk, G, E) or (Tk, G, E)
+    scale: float
+    band: Band  # of a dense problem; for packed ones the offset is added to each sequence's own
+    len_q: int  # of the longest sequence
+    len_k: int
+    cu_q: Tensor | None = None  # int32 (B + 1,)
+    cu_k: Tensor | None = None
+    bias: Tensor | None = None  # broadcasts to (B, H, Lq, Lk)
+    mask: Tensor | None = None  # bool, likewise
+    sinks: Tensor | None = None  # (H,)
+    seed: Tensor | None = None  # int64 scalar
+    blocks: Blocks | None = None
+    block: tuple[int, int] | None = None
+    mods: tuple[str, ...] = ()
+    mod_args: tuple[Tensor, ...] = ()
+    dropout_p: float = 0.0
+    shard: bool = False  # LSE is a larger attention's
+    dtype: torch.dtype | None = None  # of out and gradients, if not that of the inputs
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of out, dq, dk and dv."""
+        return self.dtype or self.q.dtype
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.q.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q.shape[-2] // max(1, self.k.shape[-2])
+
+    def sequence(self, b: int) -> tuple[slice | int, slice | int, Band]:
+        """Where sequence b lies in q and in k, and its band. Reads cu_seqlens: for the CPU."""
+        if self.cu_q is None or self.cu_k is None:
+            return b, b, self.band
+        q0, q1 = int(self.cu_q[b]), int(self.cu_q[b + 1])
+        k0, k1 = int(self.cu_k[b]), int(self.cu_k[b + 1])
+        offset = self.band.offset + (k1 - k0) - (q1 - q0)
+        return slice(q0, q1), slice(k0, k1), self.band._replace(offset=offset)
+
+
+class Saved(NamedTuple):
+    """What a backward needs of the forward."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Wanted(NamedTuple):
+    """Which gradients are asked for."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    bias: bool = False
+    sinks: bool = False
+
+
+class Grads(NamedTuple):
+    """Gradients; None where not wanted."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is asked, without tensors. Hashable: the key of choice, plan and compile cache."""
+
+    direction: Literal["forward", "backward"] = "forward"
+    device: Device
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int  # the longest sequence, rounded up to a power of two
+    len_k: int
+    dim: int
+    dim_v: int
+    dtype: str
+    layout: Layout = Layout.DENSE
+    left: bool = False  # whether the side is bounded
+    right: bool = False
+    prefix: bool = False
+    tables: bool = False
+    blocks: bool = False
+    mask: bool = False
+    mods: tuple[str, ...] = ()
+    bias: bool = False
+    bias_grad: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+
+    def backward(self) -> Problem:
+        """The same problem, the other way."""
+        return replace(self, direction="backward")
+
+    def features(self) -> frozenset[str]:
+        """The features a backend must know, in the words a refusal uses."""
+        flags = {
+            "packed sequences": self.layout is Layout.RAGGED,
+            "window": self.left or (self.right and self.prefix),
+            "prefix": self.prefix,
+            "document tables": self.tables,
+            "BlockSparse masks": self.blocks,
+            "dense masks": self.mask,
+            "score mods": bool(self.mods),
+            "bias": self.bias,
+            "the bias gradient": self.bias_grad,
+            "sinks": self.sinks,
+            "dropout": self.dropout,
+            "deterministic mode": self.deterministic,
+        }
+        return frozenset(name for name, present in flags.items() if present)
+
+    def __str__(self) -> str:
+        dims = f"D{self.dim}" if self.dim == self.dim_v else f"D{self.dim}/{self.dim_v}"
+        sides = "causal " if self.right else ""
+        extras = "".join(f" +{name}" for name in sorted(self.features() - {"window"}))
+        window = "window " if self.left else ""
+        return (
+            f"{self.direction} B{self.batch} H{self.heads_q}/{self.heads_kv} Q{self.len_q} K{self.len_k} "
+            f"{dims} {self.dtype} {window or sides}{self.device}{extras}"
+        )
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """bf16, fp16, fp32, fp64."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+    name = str(dtype).removeprefix("torch.")
+    return names.get(name, name)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums, LSE and partial results are held in: fp32, or fp64 for fp64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def round_up(n: int) -> int:
+    """The next power of two: lengths in a Problem vary less than those of calls."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def describe(
+    x: Arrays, facts: Facts, *, wanted: Wanted | None = None, device: Device | None = None
+) -> Problem:
+    """The Problem that tensors and facts amount to; a backward one if gradients are wanted."""
+    return Problem(
+        direction="forward" if wanted is None else "backward",
+        device=device or Device.of(x.q.device),
+        batch=x.batch,
+        heads_q=x.q.shape[-2],
+        heads_kv=x.k.shape[-2],
+        len_q=round_up(x.len_q),
+        len_k=round_up(x.len_k),
+        dim=x.q.shape[-1],
+        dim_v=x.v.shape[-1],
+        dtype=short_dtype(x.q.dtype),
+        layout=Layout.DENSE if x.cu_q is None else Layout.RAGGED,
+        left=facts.left is not None,
+        right=facts.right is not None,
+        prefix=facts.prefix is not None,
+        tables=x.band.row_start is not None,
+        blocks=x.blocks is not None,
+        mask=x.mask is not None,
+        mods=facts.mods,
+        bias=x.bias is not None,
+        bias_grad=wanted is not None and wanted.bias,
+        sinks=x.sinks is not None,
+        dropout=facts.dropout_p > 0,
+        deterministic=facts.deterministic,
+    )
+
+
+def refuse_unknown(p: Problem, knows: frozenset[str]) -> str | None:
+    """The refusal of a backend that knows these features only: a new feature is refused until it is learnt."""
+    unknown = sorted(p.features() - knows)
+    return f"does not know {', '.join(unknown)}" if unknown else None
+
+
+FEATURES = frozenset(
+    Problem(
+        device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1,
+        dtype="fp32", layout=Layout.RAGGED, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True,
+        mods=("any",), bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
+    ).features()
+)  # fmt: skip

@@ -1,0 +1,177 @@
+"""The door: rows of checks walked by one loop, so that every message has the same form and none is pasted wrong.
+
+A check is (argument, what came, what was expected, whether it holds). Values that would need a device sync are not read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relampago.errors import InvalidInput
+
+Check = tuple[str, Any, Any, bool]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> None:
+    """Raise `InvalidInput` for the first check that does not hold, with the tensors' shapes below."""
+    for name, got, expected, holds in checks:
+        if not holds:
+            lines = [f"{name} {got}; expected {expected}"]
+            for label, value in (tensors or {}).items():
+                if isinstance(value, Tensor):
+                    dtype = str(value.dtype).removeprefix("torch.")
+                    lines.append(f"  {label} {tuple(value.shape)} {dtype} {value.device}")
+            raise InvalidInput("\n".join(lines))
+
+
+def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
+    """Ranks, heads, dims, batch, dtype and device of q, k and v."""
+    named = {"q": q, "k": k, "v": v}
+    form = "(total, heads, dim)" if packed else "(batch, length, heads, dim)"
+    rank = 3 if packed else 4
+    for name, value in named.items():
+        require([(name, f"is a {type(value).__name__}", "a tensor", isinstance(value, Tensor))])
+    require(
+        [(n, f"has {t.ndim} dimensions", f"{rank}: {form}", t.ndim == rank) for n, t in named.items()], named
+    )
+    checks: list[Check] = [
+        ("q", f"has dtype {q.dtype}", "fp16, bf16, fp32 or fp64", q.dtype in FLOATS),
+        ("k", f"has dtype {k.dtype}", f"{q.dtype}, as q", k.dtype == q.dtype),
+        ("v", f"has dtype {v.dtype}", f"{q.dtype}, as q", v.dtype == q.dtype),
+        ("k", f"is on {k.device}", f"{q.device}, as q", k.device == q.device),
+        ("v", f"is on {v.device}", f"{q.device}, as q", v.device == q.device),
+        ("q", "has head dim 0", "at least 1", q.shape[-1] > 0),
+        ("v", "has head dim 0", "at least 1", v.shape[-1] > 0),
+    ]
+    require(checks, named)
+    if not packed:
+        require(
+            [
+                ("k", "has another batch", "that of q", k.shape[0] == q.shape[0]),
+                ("v", "has another batch", "that of q", v.shape[0] == q.shape[0]),
+            ],
+            named,
+        )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    require(
+        [
+            ("k", "has another head dim", "that of q", k.shape[-1] == q.shape[-1]),
+            ("v", "has another length", "that of k", v.shape[-3] == k.shape[-3]),
+            ("v", "has another number of heads", "that of k", v.shape[-2] == kv_heads),
+            ("k", "has 0 heads", "at least 1", kv_heads > 0),
+        ],
+        named,
+    )
+    require(
+        [("k", "has a number of heads that does not divide q's", "a divisor of q's heads", heads % kv_heads == 0)],
+        named,
+    )
+
+
+def numbers(scale: Any, softcap: Any, dropout_p: Any, window: Any) -> None:
+    """Plain arguments that do not depend on the tensors."""
+    real = (int, float)
+    require(
+        [
+            ("scale", f"is {scale}", "a finite number or None", scale is None or _finite(scale)),
+            ("softcap", f"is {softcap}", "a number > 0, or None", softcap is None or (_finite(softcap) and softcap > 0)),
+            ("dropout_p", f"is {dropout_p}", "a number in [0, 1)", isinstance(dropout_p, real) and 0 <= dropout_p < 1),
+        ]
+    )
+    if window is not None:
+        pair = isinstance(window, tuple | list) and len(window) == 2
+        require([("window", f"is {window}", "a pair (left, right) or None", pair)])
+        for name, side in zip(("left", "right"), window, strict=True):
+            holds = side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)
+            require([("window", f"has {name} = {side}", "an int >= 0, or None for unbounded", holds)])
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def extras(q: Tensor, bias: Any, sinks: Any, alibi_slopes: Any, full: tuple[int, int, int, int]) -> None:
+    """Tensors beside q, k and v; full = (B, H, Lq, Lk)."""
+    batch, heads = full[:2]
+    if bias is not None:
+        named = {"q": q, "bias": bias}
+        require([("bias", f"is a {type(bias).__name__}", "a tensor", isinstance(bias, Tensor))])
+        shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+        fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, full, strict=True))
+        require(
+            [
+                ("bias", f"has shape {tuple(bias.shape)}", f"one that broadcasts to {full}", fits),
+                ("bias", f"has dtype {bias.dtype}", "a float dtype (a bool mask goes to mask=)", bias.dtype in FLOATS),
+                ("bias", f"is on {bias.device}", f"{q.device}, as q", bias.device == q.device),
+            ],
+            named,
+        )
+    for name, value, shapes in (
+        ("sinks", sinks, ((heads,),)),
+        ("alibi_slopes", alibi_slopes, ((heads,), (batch, heads))),
+    ):
+        if value is None:
+            continue
+        named = {"q": q, name: value}
+        require([(name, f"is a {type(value).__name__}", "a tensor", isinstance(value, Tensor))])
+        require(
+            [
+                (name, f"has shape {tuple(value.shape)}", " or ".join(map(str, shapes)), tuple(value.shape) in shapes),
+                (name, f"has dtype {value.dtype}", "a float dtype", value.dtype in FLOATS),
+                (name, f"is on {value.device}", f"{q.device}, as q", value.device == q.device),
+            ],
+            named,
+        )
+
+
+def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
+    """cu_seqlens and the longest lengths; their values are checked inside the op."""
+    for name, cu, device in (("cu_seqlens_q", cu_q, q.device), ("cu_seqlens_k", cu_k, k.device)):
+        require([(name, f"is a {type(cu).__name__}", "a tensor", isinstance(cu, Tensor))])
+        require(
+            [
+                (name, f"has shape {tuple(cu.shape)}", "(batch + 1,)", cu.ndim == 1 and cu.shape[0] >= 1),
+                (name, f"has dtype {cu.dtype}", "torch.int32", cu.dtype == torch.int32),
+                (name, f"is on {cu.device}", f"{device}, as q", cu.device == device),
+            ],
+            {name: cu},
+        )
+    require(
+        [("cu_seqlens_k", "has another length", "that of cu_seqlens_q", cu_q.shape == cu_k.shape)],
+        {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k},
+    )
+    for name, value in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        whole = isinstance(value, int | torch.SymInt) and not isinstance(value, bool) and value >= 0
+        require([(name, f"is {value!r}", "an int >= 0", whole)])
+
+
+def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: torch.device) -> None:
+    """Shapes of score mods' tensors against (B, H, Lq, Lk); none may want a gradient."""
+    batch, heads, len_q, len_k = full
+    for mod in mods:
+        for value in mod.args:
+            if not isinstance(value, tuple):
+                continue
+            axis, tensor = value
+            if axis == "head":
+                shapes = [(heads,), (batch, heads)]
+            else:
+                n = {"q": len_q, "k": len_k}.get(axis, tensor.shape[-1] if tensor.ndim else 0)
+                shapes = [(n,), (heads, n), (batch, heads, n)]
+            odd = axis != "distance" or (tensor.ndim > 0 and tensor.shape[-1] % 2 == 1)
+            shape = tuple(tensor.shape)
+            require(
+                [
+                    ("score_mod", f"has an argument by {axis!r} of shape {shape}", f"one of {shapes}", shape in shapes),
+                    ("score_mod", f"has {shape[-1:]} distances", "an odd number, 2·R + 1", odd),
+                    ("score_mod", f"has an argument on {tensor.device}", f"{device}, as q", tensor.device == device),
+                    ("score_mod", "has an argument that requires a gradient", "constants (a bias gets a gradient)",
+                     not tensor.requires_grad),
+                ]
+            )  # fmt: skip
