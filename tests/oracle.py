@@ -12,7 +12,9 @@ from relampago.backends.reference import attend
 from relampago.op import arrays_of
 
 
-def dense(tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dense(
+    tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(out, lse) with products, softmax and weights held in dtype; differentiable."""
     options = dict(options)
     packing = None
@@ -26,7 +28,9 @@ def dense(tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dty
 LEAVES = ("q", "k", "v", "bias", "sinks")
 
 
-def leaves(tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def leaves(
+    tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Copies of all that gets a gradient: q, k, v in dtype; bias and sinks at least in fp32."""
     named = dict(zip(LEAVES, (*tensors, options.get("bias"), options.get("sinks")), strict=True))
     wide = torch.promote_types(dtype, torch.float32)
@@ -38,7 +42,11 @@ def leaves(tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dt
 
 
 def run(
-    call: Any, tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtype, seed: int = 1
+    call: Any,
+    tensors: tuple[Tensor, ...],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    seed: int = 1,
 ) -> dict[str, Tensor]:
     """out, lse and every gradient of `call(tensors, options)`, for fixed random gradients of out and lse."""
     inputs = leaves(tensors, options, dtype)
@@ -48,11 +56,16 @@ def run(
     dout = torch.randn(out.shape, generator=g).to(tensors[0].dtype).to(out)
     dlse = torch.randn(lse.shape, generator=g).to(lse) * lse.isfinite()
     safe = torch.where(lse.isfinite(), lse, 0.0)
-    results = [(t, d) for t, d in ((out, dout), (safe, dlse)) if t.requires_grad]  # none where nothing was computed
+    results = [
+        (t, d) for t, d in ((out, dout), (safe, dlse)) if t.requires_grad
+    ]  # none where nothing was computed
     grads: tuple[Tensor | None, ...] = (None,) * len(inputs)
     if results:
         grads = torch.autograd.grad(
-            [t for t, _ in results], tuple(inputs.values()), [d for _, d in results], allow_unused=True
+            [t for t, _ in results],
+            tuple(inputs.values()),
+            [d for _, d in results],
+            allow_unused=True,
         )
     found = {f"d{name}": torch.zeros_like(t) if grad is None else grad
              for (name, t), grad in zip(inputs.items(), grads, strict=True)}  # fmt: skip

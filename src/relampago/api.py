@@ -23,8 +23,8 @@ from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
 
-_forced: contextvars.ContextVar[tuple[str | None, tuple[tuple[str, int], ...]]] = contextvars.ContextVar(
-    "relampago_using", default=(None, ())
+_forced: contextvars.ContextVar[tuple[str | None, tuple[tuple[str, int], ...]]] = (
+    contextvars.ContextVar("relampago_using", default=(None, ()))
 )
 
 
@@ -56,6 +56,8 @@ class Call(NamedTuple):
     mask: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
+    lens_k: Tensor | None
+    page_table: Tensor | None
     row_start: Tensor | None
     row_end: Tensor | None
     seed: Tensor | None
@@ -343,11 +345,15 @@ def prepare(
         q=q,
         k=k,
         v=v,
-        bias=None if o.bias is None else o.bias.reshape((1,) * (4 - o.bias.ndim) + tuple(o.bias.shape)),
+        bias=None
+        if o.bias is None
+        else o.bias.reshape((1,) * (4 - o.bias.ndim) + tuple(o.bias.shape)),
         sinks=o.sinks,
         mask=seen.dense,
         cu_q=packing.cu_q if packing else None,
         cu_k=packing.cu_k if packing else None,
+        lens_k=None,
+        page_table=None,
         row_start=seen.row_start,
         row_end=seen.row_end,
         seed=_seed(o.dropout_seed, q.device) if o.dropout_p else None,
@@ -374,7 +380,9 @@ def _mods(o: Options) -> tuple[ScoreMod, ...]:
     own = () if given is None else (given,) if isinstance(given, ScoreMod) else tuple(given)
     for mod in own:
         if not isinstance(mod, ScoreMod):
-            raise InvalidInput(f"score_mod is a {type(mod).__name__}; expected a ScoreMod or a sequence of them")
+            raise InvalidInput(
+                f"score_mod is a {type(mod).__name__}; expected a ScoreMod or a sequence of them"
+            )
     capped = () if o.softcap is None else (softcap_mod(o.softcap),)
     sloped = () if o.alibi_slopes is None else (alibi(o.alibi_slopes),)
     return (*capped, *sloped, *own)
@@ -408,5 +416,7 @@ def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         )  # fmt: skip
         return seed.to(device)
     whole = isinstance(seed, int) and -(2**63) <= seed < 2**63
-    validate.require([("dropout_seed", f"is {seed!r}", "an int of 64 bits, a tensor or None", whole)])
+    validate.require(
+        [("dropout_seed", f"is {seed!r}", "an int of 64 bits, a tensor or None", whole)]
+    )
     return torch.full((), seed, dtype=torch.int64, device=device)

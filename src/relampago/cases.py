@@ -46,14 +46,18 @@ class Case:
         """Whether sequences are packed."""
         return not isinstance(self.len_q, int)
 
-    def make(self, dtype: torch.dtype, device: Any = "cpu", seed: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def make(
+        self, dtype: torch.dtype, device: Any = "cpu", seed: int = 0
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """The tensors (q, k, v) and the keyword arguments, cu_seqlens included for a packed case."""
         g = torch.Generator().manual_seed(seed)
         heads, kv = self.heads, self.kv_heads or self.heads
         dims = ((heads, self.dim), (kv, self.dim), (kv, self.dim_v or self.dim))
         lengths = (self.len_q, self.len_k, self.len_k)
         tensors = [
-            self._tensor(n, h, d, g).mul_(self.magnitude if i < 2 else 1.0).to(device=device, dtype=dtype)
+            self._tensor(n, h, d, g)
+            .mul_(self.magnitude if i < 2 else 1.0)
+            .to(device=device, dtype=dtype)
             for i, (n, (h, d)) in enumerate(zip(lengths, dims, strict=True))
         ]
         if self.layout == "bhsd":
@@ -82,7 +86,9 @@ def _move(value: Any, device: Any) -> Any:
         args = [(a[0], a[1].to(device)) if isinstance(a, tuple) else a for a in value.args]
         return ScoreMod(value.fn, value.dfn, args)
     if isinstance(value, BlockSparse):
-        return BlockSparse(type(value.blocks)(*(t.to(device) for t in value.blocks)), value.block, value.shape)
+        return BlockSparse(
+            type(value.blocks)(*(t.to(device) for t in value.blocks)), value.block, value.shape
+        )
     return value
 
 

@@ -43,7 +43,9 @@ class Explanation:
         if peaks is None:
             return None
         flops, bytes_per_second, _ = peaks
-        return max(self.work.forward_flops / flops, self.work.flash_bytes(self.itemsize) / bytes_per_second)
+        return max(
+            self.work.forward_flops / flops, self.work.flash_bytes(self.itemsize) / bytes_per_second
+        )
 
     def rows(self) -> list[tuple[str, str]]:
         """What to print, label and value."""
@@ -52,8 +54,14 @@ class Explanation:
             ("problem", str(self.problem)),
             ("backend", self.backend),
             ("plan", f"{self.plan.block_q} queries x {self.plan.block_k} keys"),
-            ("FLOPs", f"{quantity(w.forward_flops)} forward, {quantity(w.backward_flops)} backward"),
-            ("bytes moved", f"{quantity(w.flash_bytes(size))}B flash, {quantity(w.standard_bytes(size))}B standard"),
+            (
+                "FLOPs",
+                f"{quantity(w.forward_flops)} forward, {quantity(w.backward_flops)} backward",
+            ),
+            (
+                "bytes moved",
+                f"{quantity(w.flash_bytes(size))}B flash, {quantity(w.standard_bytes(size))}B standard",
+            ),
             (
                 "extra memory",
                 f"{quantity(w.flash_extra_memory())}B flash, {quantity(w.standard_extra_memory(size))}B standard",

@@ -76,7 +76,9 @@ class ScoreMod:
     def __post_init__(self) -> None:
         for name, function in (("fn", self.fn), ("dfn", self.dfn)):
             if not callable(function) and not (name == "dfn" and function is None):
-                raise InvalidInput(f"ScoreMod {name} is a {type(function).__name__}; expected a function")
+                raise InvalidInput(
+                    f"ScoreMod {name} is a {type(function).__name__}; expected a function"
+                )
         for value in self.args:
             if isinstance(value, int | float):
                 continue
@@ -127,7 +129,9 @@ def no_slope(tokens: tuple[str, ...]) -> str | None:
     return f"score mod {missing[0]} has no dfn, which the backward needs" if missing else None
 
 
-def gather(axis: str, value: Tensor, b: int, head: Tensor, q: Tensor, k: Tensor, row: Tensor) -> Tensor:
+def gather(
+    axis: str, value: Tensor, b: int, head: Tensor, q: Tensor, k: Tensor, row: Tensor
+) -> Tensor:
     """An argument's values for the elements at hand (all index tensors broadcast against one another).
 
     Args:

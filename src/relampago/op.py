@@ -32,7 +32,7 @@ from relampago.work import Work
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, Tensor[] mod_args, SymInt[] sizes, str facts"
+    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, Tensor[] mod_args, SymInt[] sizes, str facts"
 )
 _NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
 _library = torch.library.Library("relampago", "DEF")
@@ -47,7 +47,8 @@ backward_op = torch.ops.relampago.backward.default
 
 def _gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
     """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
-    q, k, v, bias, sinks, mask, cu_q, cu_k, row_start, row_end, seed, blocks, mod_args, sizes, text = args
+    (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, blocks, mod_args, sizes,
+     text) = args  # fmt: skip
     facts = Facts.decode(text)
     x = Arrays(
         q=q,
@@ -59,6 +60,8 @@ def _gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
         len_k=sizes[2],
         cu_q=cu_q,
         cu_k=cu_k,
+        lens_k=lens_k,
+        page_table=page_table,
         bias=bias,
         mask=mask,
         sinks=sinks,
@@ -139,7 +142,9 @@ def _check_cu_seqlens(x: Arrays) -> None:
         elif int(cu[-1]) > total:
             problem = (f"ends at {int(cu[-1])}", f"at most the {total} rows of {name}")
         elif longest > most:
-            raise InvalidInput(f"max_seqlen_{name} is {most}; expected at least {longest}, the longest in cu_seqlens_{name}")
+            raise InvalidInput(
+                f"max_seqlen_{name} is {most}; expected at least {longest}, the longest in cu_seqlens_{name}"
+            )
         else:
             continue
         raise InvalidInput(f"cu_seqlens_{name} {problem[0]}; expected {problem[1]}")
@@ -230,17 +235,27 @@ def _stack(value: Tensor, dim: int | None, size: int) -> Tensor:
 
 def _forward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
     out, lse = torch.ops.relampago.forward(*_fold(args, dims, info.batch_size))
-    return (out.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1))), (0, 0)
+    return (out.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1))), (
+        0,
+        0,
+    )
 
 
 def _backward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
     size = info.batch_size
-    per_batch = [None if a is None else _stack(a, d, size).flatten(0, 1) for a, d in zip(args[:4], dims[:4], strict=True)]
+    per_batch = [
+        None if a is None else _stack(a, d, size).flatten(0, 1)
+        for a, d in zip(args[:4], dims[:4], strict=True)
+    ]
     folded = _fold(args[5:], dims[5:], size)
     dq, dk, dv, dbias, dsinks = torch.ops.relampago.backward(*per_batch, args[4], *folded)
     bias, sinks = folded[3], folded[4]
-    if (bias is not None and args[4][3] and bias.shape[0] == 1) or (sinks is not None and args[4][4]):
-        raise NotImplementedError("vmap over the gradient of a bias or sinks that the samples share")
+    if (bias is not None and args[4][3] and bias.shape[0] == 1) or (
+        sinks is not None and args[4][4]
+    ):
+        raise NotImplementedError(
+            "vmap over the gradient of a bias or sinks that the samples share"
+        )
     if dbias.numel():
         dbias = dbias.unflatten(0, (size, -1))
     outs = tuple(g.unflatten(0, (size, -1)) for g in (dq, dk, dv))

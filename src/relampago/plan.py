@@ -82,7 +82,9 @@ def table(arch: str) -> dict[str, tuple[Row, ...]]:
 def _row(row: dict[str, Any], where: str) -> Row:
     known = {field.name for field in fields(Plan)}
     if set(row) - {"when", "plan", "from"} or set(row["plan"]) - known or "from" not in row:
-        raise InvalidInput(f"{where}: row {row} needs plan (of {sorted(known)}), from, and may have when")
+        raise InvalidInput(
+            f"{where}: row {row} needs plan (of {sorted(known)}), from, and may have when"
+        )
     when = tuple(
         (name, tuple(value) if isinstance(value, list) else value)
         for name, value in row.get("when", {}).items()

@@ -7,13 +7,14 @@ import functools
 import platform
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
+from relampago.mods import no_slope
 
 
 class Layout(Enum):
@@ -21,6 +22,8 @@ class Layout(Enum):
 
     DENSE = "dense"  # (B, L, H, D)
     RAGGED = "ragged"  # (total, H, D) with cu_seqlens
+    CACHE = "cache"  # keys (B, room, G, D), of which lens_k[b] are filled
+    PAGED = "paged"  # keys (pages, page, G, D), found through a page table; lens_k[b] are filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class Arrays:
     len_k: int
     cu_q: Tensor | None = None  # int32 (B + 1,)
     cu_k: Tensor | None = None
+    lens_k: Tensor | None = None  # int32 (B,): keys in a cache
+    page_table: Tensor | None = None  # int32 (B, pages of the longest)
     bias: Tensor | None = None  # broadcasts to (B, H, Lq, Lk)
     mask: Tensor | None = None  # bool, likewise
     sinks: Tensor | None = None  # (H,)
@@ -116,14 +121,47 @@ class Arrays:
         """Query heads per kv head."""
         return self.q.shape[-2] // max(1, self.k.shape[-2])
 
-    def sequence(self, b: int) -> tuple[slice | int, slice | int, Band]:
-        """Where sequence b lies in q and in k, and its band. Reads cu_seqlens: for the CPU."""
-        if self.cu_q is None or self.cu_k is None:
-            return b, b, self.band
-        q0, q1 = int(self.cu_q[b]), int(self.cu_q[b + 1])
-        k0, k1 = int(self.cu_k[b]), int(self.cu_k[b + 1])
-        offset = self.band.offset + (k1 - k0) - (q1 - q0)
-        return slice(q0, q1), slice(k0, k1), self.band._replace(offset=offset)
+    @property
+    def layout_q(self) -> Layout:
+        """How queries lie: DENSE or RAGGED."""
+        return Layout.DENSE if self.cu_q is None else Layout.RAGGED
+
+    @property
+    def layout_k(self) -> Layout:
+        """How keys and values lie."""
+        if self.page_table is not None:
+            return Layout.PAGED
+        if self.lens_k is not None:
+            return Layout.CACHE
+        return Layout.DENSE if self.cu_k is None else Layout.RAGGED
+
+    def rows(self, b: int) -> slice | int:
+        """Where sequence b lies in q. Reads cu_seqlens, as do `keys` and `band_of`: for the CPU."""
+        return b if self.cu_q is None else slice(int(self.cu_q[b]), int(self.cu_q[b + 1]))
+
+    def keys(self, b: int) -> tuple[Any, ...]:
+        """Where sequence b lies in k and v, as an index of its keys; a paged one is gathered, all else is a view."""
+        if self.page_table is not None and self.lens_k is not None:
+            page = self.k.shape[1]
+            place = torch.arange(int(self.lens_k[b]), device=self.k.device)
+            return self.page_table[b, place // page].long(), place % page
+        if self.lens_k is not None:
+            return b, slice(0, int(self.lens_k[b]))
+        return (b,) if self.cu_k is None else (slice(int(self.cu_k[b]), int(self.cu_k[b + 1])),)
+
+    def band_of(self, b: int) -> Band:
+        """Sequence b's band: where lengths differ, each aligns bottom right by its own."""
+        if self.layout_q is Layout.DENSE and self.layout_k is Layout.DENSE:
+            return self.band
+        rows, keys = self.lengths(b)
+        return self.band._replace(offset=self.band.offset + keys - rows)
+
+    def lengths(self, b: int) -> tuple[int, int]:
+        """Rows and keys of sequence b."""
+        rows = self.q.shape[1] if self.cu_q is None else int(self.cu_q[b + 1] - self.cu_q[b])
+        if self.lens_k is not None:
+            return rows, int(self.lens_k[b])
+        return rows, self.k.shape[1] if self.cu_k is None else int(self.cu_k[b + 1] - self.cu_k[b])
 
 
 class Saved(NamedTuple):
@@ -167,7 +205,8 @@ class Problem:
     dim: int
     dim_v: int
     dtype: str
-    layout: Layout = Layout.DENSE
+    layout_q: Layout = Layout.DENSE
+    layout_k: Layout = Layout.DENSE
     left: bool = False  # whether the side is bounded
     right: bool = False
     prefix: bool = False
@@ -188,7 +227,9 @@ class Problem:
     def features(self) -> frozenset[str]:
         """The features a backend must know, in the words a refusal uses."""
         flags = {
-            "packed sequences": self.layout is Layout.RAGGED,
+            "packed sequences": Layout.RAGGED in (self.layout_q, self.layout_k),
+            "keys in a cache": self.layout_k is Layout.CACHE,
+            "keys in pages": self.layout_k is Layout.PAGED,
             "window": self.left or (self.right and self.prefix),
             "prefix": self.prefix,
             "document tables": self.tables,
@@ -246,7 +287,8 @@ def describe(
         dim=x.q.shape[-1],
         dim_v=x.v.shape[-1],
         dtype=short_dtype(x.q.dtype),
-        layout=Layout.DENSE if x.cu_q is None else Layout.RAGGED,
+        layout_q=x.layout_q,
+        layout_k=x.layout_k,
         left=facts.left is not None,
         right=facts.right is not None,
         prefix=facts.prefix is not None,
@@ -268,10 +310,21 @@ def refuse_unknown(p: Problem, knows: frozenset[str]) -> str | None:
     return f"does not know {', '.join(unknown)}" if unknown else None
 
 
+def refuse_backward(p: Problem) -> str | None:
+    """What no backend can differentiate: mods without a derivative, keys in a cache."""
+    if p.direction == "forward":
+        return None
+    if p.layout_k in (Layout.CACHE, Layout.PAGED):
+        return "keys in a cache have no gradient"
+    return no_slope(p.mods)
+
+
 FEATURES = frozenset(
-    Problem(
-        device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1,
-        dtype="fp32", layout=Layout.RAGGED, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True,
-        mods=("any",), bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
+    name
+    for layout in Layout
+    for name in Problem(
+        device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
+        layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",), bias=True,
+        bias_grad=True, sinks=True, dropout=True, deterministic=True,
     ).features()
 )  # fmt: skip

@@ -38,7 +38,11 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
     for name, value in named.items():
         require([(name, f"is a {type(value).__name__}", "a tensor", isinstance(value, Tensor))])
     require(
-        [(n, f"has {t.ndim} dimensions", f"{rank}: {form}", t.ndim == rank) for n, t in named.items()], named
+        [
+            (n, f"has {t.ndim} dimensions", f"{rank}: {form}", t.ndim == rank)
+            for n, t in named.items()
+        ],
+        named,
     )
     checks: list[Check] = [
         ("q", f"has dtype {q.dtype}", "fp16, bf16, fp32 or fp64", q.dtype in FLOATS),
@@ -69,7 +73,14 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
         named,
     )
     require(
-        [("k", "has a number of heads that does not divide q's", "a divisor of q's heads", heads % kv_heads == 0)],
+        [
+            (
+                "k",
+                "has a number of heads that does not divide q's",
+                "a divisor of q's heads",
+                heads % kv_heads == 0,
+            )
+        ],
         named,
     )
 
@@ -80,23 +91,39 @@ def numbers(scale: Any, softcap: Any, dropout_p: Any, window: Any) -> None:
     require(
         [
             ("scale", f"is {scale}", "a finite number or None", scale is None or _finite(scale)),
-            ("softcap", f"is {softcap}", "a number > 0, or None", softcap is None or (_finite(softcap) and softcap > 0)),
-            ("dropout_p", f"is {dropout_p}", "a number in [0, 1)", isinstance(dropout_p, real) and 0 <= dropout_p < 1),
+            (
+                "softcap",
+                f"is {softcap}",
+                "a number > 0, or None",
+                softcap is None or (_finite(softcap) and softcap > 0),
+            ),
+            (
+                "dropout_p",
+                f"is {dropout_p}",
+                "a number in [0, 1)",
+                isinstance(dropout_p, real) and 0 <= dropout_p < 1,
+            ),
         ]
     )
     if window is not None:
         pair = isinstance(window, tuple | list) and len(window) == 2
         require([("window", f"is {window}", "a pair (left, right) or None", pair)])
         for name, side in zip(("left", "right"), window, strict=True):
-            holds = side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)
-            require([("window", f"has {name} = {side}", "an int >= 0, or None for unbounded", holds)])
+            holds = side is None or (
+                isinstance(side, int) and not isinstance(side, bool) and side >= 0
+            )
+            require(
+                [("window", f"has {name} = {side}", "an int >= 0, or None for unbounded", holds)]
+            )
 
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def extras(q: Tensor, bias: Any, sinks: Any, alibi_slopes: Any, full: tuple[int, int, int, int]) -> None:
+def extras(
+    q: Tensor, bias: Any, sinks: Any, alibi_slopes: Any, full: tuple[int, int, int, int]
+) -> None:
     """Tensors beside q, k and v; full = (B, H, Lq, Lk)."""
     batch, heads = full[:2]
     if bias is not None:
@@ -107,7 +134,12 @@ def extras(q: Tensor, bias: Any, sinks: Any, alibi_slopes: Any, full: tuple[int,
         require(
             [
                 ("bias", f"has shape {tuple(bias.shape)}", f"one that broadcasts to {full}", fits),
-                ("bias", f"has dtype {bias.dtype}", "a float dtype (a bool mask goes to mask=)", bias.dtype in FLOATS),
+                (
+                    "bias",
+                    f"has dtype {bias.dtype}",
+                    "a float dtype (a bool mask goes to mask=)",
+                    bias.dtype in FLOATS,
+                ),
                 ("bias", f"is on {bias.device}", f"{q.device}, as q", bias.device == q.device),
             ],
             named,
@@ -122,7 +154,12 @@ def extras(q: Tensor, bias: Any, sinks: Any, alibi_slopes: Any, full: tuple[int,
         require([(name, f"is a {type(value).__name__}", "a tensor", isinstance(value, Tensor))])
         require(
             [
-                (name, f"has shape {tuple(value.shape)}", " or ".join(map(str, shapes)), tuple(value.shape) in shapes),
+                (
+                    name,
+                    f"has shape {tuple(value.shape)}",
+                    " or ".join(map(str, shapes)),
+                    tuple(value.shape) in shapes,
+                ),
                 (name, f"has dtype {value.dtype}", "a float dtype", value.dtype in FLOATS),
                 (name, f"is on {value.device}", f"{q.device}, as q", value.device == q.device),
             ],
@@ -136,7 +173,12 @@ def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) 
         require([(name, f"is a {type(cu).__name__}", "a tensor", isinstance(cu, Tensor))])
         require(
             [
-                (name, f"has shape {tuple(cu.shape)}", "(batch + 1,)", cu.ndim == 1 and cu.shape[0] >= 1),
+                (
+                    name,
+                    f"has shape {tuple(cu.shape)}",
+                    "(batch + 1,)",
+                    cu.ndim == 1 and cu.shape[0] >= 1,
+                ),
                 (name, f"has dtype {cu.dtype}", "torch.int32", cu.dtype == torch.int32),
                 (name, f"is on {cu.device}", f"{device}, as q", cu.device == device),
             ],

@@ -55,4 +55,6 @@ def test_contract(backend, case: Case, dtype: torch.dtype, device: str) -> None:
         wide = name in ("lse", "dbias", "dsinks") and dtype != torch.float64
         assert got[name].dtype == (torch.float32 if wide else dtype)
     check(f"{backend.name} {case.name}", got, standard, oracle, dtype)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True)), "inputs were written to"
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True)), (
+        "inputs were written to"
+    )

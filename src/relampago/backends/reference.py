@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from relampago import dropout
-from relampago.masks.rules import Band, visible
-from relampago.mods import TORCH_MATH, gather, no_slope, rule_of
+from relampago.masks.rules import visible
+from relampago.mods import TORCH_MATH, gather, rule_of
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, accumulate_dtype
+from relampago.problem import (
+    Arrays,
+    Grads,
+    Problem,
+    Saved,
+    Wanted,
+    accumulate_dtype,
+    refuse_backward,
+)
 
 
 class Reference:
@@ -23,7 +31,7 @@ class Reference:
     name = "reference"
 
     def why_not(self, p: Problem) -> str | None:
-        return no_slope(p.mods) if p.direction == "backward" else None
+        return refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
         return Plan(block_q=1, block_k=1)  # no tiles
@@ -46,12 +54,17 @@ class Reference:
         dbias = None if x.bias is None else torch.zeros_like(x.bias, dtype=dtype)
         dsinks = None if x.sinks is None else torch.zeros_like(x.sinks, dtype=dtype)
         for b in range(x.batch):
-            rows, keys, band = x.sequence(b)
-            one = _Sequence(x, b, band, dtype)
+            rows, keys = x.rows(b), x.keys(b)
+            one = _Sequence(x, b, dtype)
             lse = saved.lse[b] if x.cu_q is None else saved.lse[:, rows]
             dl = None if dlse is None else dlse[b] if x.cu_q is None else dlse[:, rows]
             dq[rows], dk[keys], dv[keys] = one.differentiate(
-                _heads_first(dout[rows]).to(dtype), _heads_first(saved.out[rows]).to(dtype), lse, dl, dbias, dsinks
+                _heads_first(dout[rows]).to(dtype),
+                _heads_first(saved.out[rows]).to(dtype),
+                lse,
+                dl,
+                dbias,
+                dsinks,
             )
         return Grads(dq, dk, dv, dbias, dsinks)
 
@@ -62,8 +75,8 @@ def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out = x.q.new_zeros(*x.q.shape[:-1], x.v.shape[-1], dtype=dtype)
     lse = _empty_lse(x)
     for b in range(x.batch):
-        rows, _, band = x.sequence(b)
-        o, l = _Sequence(x, b, band, dtype).attend()
+        rows = x.rows(b)
+        o, l = _Sequence(x, b, dtype).attend()
         outs.append(o.transpose(0, 1))
         lses.append(l)
         if x.cu_q is not None:
@@ -75,7 +88,9 @@ def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _empty_lse(x: Arrays) -> Tensor:
-    shape = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else (x.q.shape[1], x.q.shape[0])
+    shape = (
+        (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else (x.q.shape[1], x.q.shape[0])
+    )
     return x.q.new_full(shape, -math.inf, dtype=accumulate_dtype(x.q.dtype))
 
 
@@ -86,9 +101,9 @@ def _heads_first(t: Tensor) -> Tensor:
 class _Sequence:
     """One sequence, heads first, kv heads repeated to query heads."""
 
-    def __init__(self, x: Arrays, b: int, band: Band, dtype: torch.dtype) -> None:
-        rows, keys, _ = x.sequence(b)
-        self.x, self.b, self.band, self.dtype = x, b, band, dtype
+    def __init__(self, x: Arrays, b: int, dtype: torch.dtype) -> None:
+        rows, keys = x.rows(b), x.keys(b)
+        self.x, self.b, self.band, self.dtype = x, b, x.band_of(b), dtype
         self.q = _heads_first(x.q[rows]).to(dtype)  # [H, Lq, D]
         self.k = _heads_first(x.k[keys]).to(dtype).repeat_interleave(x.group, 0)  # [H, Lk, D]
         self.v = _heads_first(x.v[keys]).to(dtype).repeat_interleave(x.group, 0)  # [H, Lk, E]
@@ -108,8 +123,12 @@ class _Sequence:
         steps = [self.q @ self.k.transpose(-1, -2) * self.x.scale]  # [H, Lq, Lk]
         for rule, args in self.mods():
             place = self.row + self.band.offset
-            steps.append(rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH).to(self.dtype))
-        last = steps[-1] if self.x.bias is None else steps[-1] + self.part(self.x.bias).to(self.dtype)
+            steps.append(
+                rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH).to(self.dtype)
+            )
+        last = (
+            steps[-1] if self.x.bias is None else steps[-1] + self.part(self.x.bias).to(self.dtype)
+        )
         return [*steps, last.masked_fill(~self.seen(), -math.inf)]
 
     def mods(self):
@@ -134,7 +153,11 @@ class _Sequence:
         seen = visible(self.row, self.key, band.offset, band.left, band.right, band.prefix)
         if band.row_start is not None and band.row_end is not None:
             b = self.b if band.row_start.shape[0] > 1 else 0
-            seen = seen & (self.key >= band.row_start[b][:, None]) & (self.key < band.row_end[b][:, None])
+            seen = (
+                seen
+                & (self.key >= band.row_start[b][:, None])
+                & (self.key < band.row_end[b][:, None])
+            )
         if self.x.mask is not None:
             seen = seen & self.part(self.x.mask)
         if self.x.blocks is not None and self.x.block is not None:
@@ -153,7 +176,9 @@ class _Sequence:
             for i in range(rows):
                 for j in range(int(blocks.count[b, h, i])):
                     pattern = int(blocks.pattern[b, h, i, j])
-                    grid[h, i, blocks.index[b, h, i, j]] = True if pattern < 0 else blocks.tiles[pattern]
+                    grid[h, i, blocks.index[b, h, i, j]] = (
+                        True if pattern < 0 else blocks.tiles[pattern]
+                    )
         dense = grid.transpose(2, 3).reshape(heads, rows * block_q, keys * block_k)
         return dense[:, : self.row.shape[1], : self.key.shape[2]]
 
@@ -225,4 +250,3 @@ class _Sequence:
         fold = (-1, self.x.group)
         dk, dv = dk.unflatten(0, fold).sum(1), dv.unflatten(0, fold).sum(1)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
-

@@ -139,7 +139,9 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
         elif isinstance(part, Dense):
             seen = _check_dense(part.seen, extent)
             dense = seen if dense is None else dense & seen
-    if extent.ragged and (blocks is not None or dense is not None or any(map(_per_sequence, tabled))):
+    if extent.ragged and (
+        blocks is not None or dense is not None or any(map(_per_sequence, tabled))
+    ):
         raise InvalidInput(
             "mask gives tables per row or tile; expected Causal, Window or an int Prefix with packed sequences "
             "(cu_seqlens already keeps the sequences apart)"
@@ -148,10 +150,16 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
     for part in tabled:
         if isinstance(part, Prefix) and isinstance(part.length, int) and (alone or extent.ragged):
             if not alone:
-                raise InvalidInput("mask combines Prefix with others; expected Prefix alone with packed sequences")
+                raise InvalidInput(
+                    "mask combines Prefix with others; expected Prefix alone with packed sequences"
+                )
             right, prefix = 0, part.length
         else:
-            start, end = _prefix_rows(part, extent) if isinstance(part, Prefix) else _document_rows(part, extent)
+            start, end = (
+                _prefix_rows(part, extent)
+                if isinstance(part, Prefix)
+                else _document_rows(part, extent)
+            )
             row_start = start if row_start is None else torch.maximum(row_start, start)
             row_end = end if row_end is None else torch.minimum(row_end, end)
     if isinstance(blocks, MaskFunction):
@@ -208,7 +216,9 @@ def _prefix_rows(part: Prefix, extent: Extent) -> tuple[Tensor, Tensor]:
     length = part.length
     if isinstance(length, Tensor):
         if length.shape != (extent.batch,) or length.is_floating_point():
-            raise InvalidInput(f"mask: Prefix length is {_describe(length)}; expected ints ({extent.batch},)")
+            raise InvalidInput(
+                f"mask: Prefix length is {_describe(length)}; expected ints ({extent.batch},)"
+            )
         length = length.to(extent.device)[:, None]
         end = torch.maximum(_positions(extent)[None] + 1, length)
     else:
@@ -233,7 +243,9 @@ def _document_rows(part: Document, extent: Extent) -> tuple[Tensor, Tensor]:
     starts = starts.to(extent.device).long()
     starts = starts[None] if starts.ndim == 1 else starts
     place = _positions(extent).expand(starts.shape[0], -1).contiguous()
-    after = torch.searchsorted(starts.contiguous(), place, right=True)  # documents begun at or before
+    after = torch.searchsorted(
+        starts.contiguous(), place, right=True
+    )  # documents begun at or before
     edges = torch.nn.functional.pad(starts, (0, 1), value=extent.len_k).clamp(max=extent.len_k)
     edges = torch.nn.functional.pad(edges, (1, 0), value=0)
     start, end = edges.gather(1, after), edges.gather(1, (after + 1).clamp(max=edges.shape[1] - 1))
@@ -245,9 +257,13 @@ def _check_dense(seen: Tensor, extent: Extent) -> Tensor:
     full = (extent.batch, extent.heads, extent.len_q, extent.len_k)
     shape = (1,) * (4 - seen.ndim) + tuple(seen.shape)
     if seen.dtype != torch.bool:
-        raise InvalidInput(f"mask has dtype {seen.dtype}; expected bool (a float mask goes to bias=)")
+        raise InvalidInput(
+            f"mask has dtype {seen.dtype}; expected bool (a float mask goes to bias=)"
+        )
     if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=False)):
-        raise InvalidInput(f"mask has shape {tuple(seen.shape)}; expected one that broadcasts to {full}")
+        raise InvalidInput(
+            f"mask has shape {tuple(seen.shape)}; expected one that broadcasts to {full}"
+        )
     if seen.device != extent.device:
         raise InvalidInput(f"mask is on {seen.device}; expected {extent.device}")
     return seen.reshape(shape)
@@ -265,4 +281,6 @@ def _check_blocks(blocks: BlockSparse, extent: Extent) -> None:
             f"expected 1 or {extent.batch}, and 1 or {extent.heads}"
         )
     if blocks.blocks.count.device != extent.device:
-        raise InvalidInput(f"mask: BlockSparse is on {blocks.blocks.count.device}; expected {extent.device}")
+        raise InvalidInput(
+            f"mask: BlockSparse is on {blocks.blocks.count.device}; expected {extent.device}"
+        )

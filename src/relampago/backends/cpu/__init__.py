@@ -7,9 +7,17 @@ from torch import Tensor
 
 from relampago.backends.cpu.backward import backward
 from relampago.backends.cpu.forward import forward
-from relampago.mods import no_slope
 from relampago.plan import Plan, first_match
-from relampago.problem import FEATURES, Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
+from relampago.problem import (
+    FEATURES,
+    Arrays,
+    Grads,
+    Problem,
+    Saved,
+    Wanted,
+    refuse_backward,
+    refuse_unknown,
+)
 
 
 class Cpu:
@@ -20,9 +28,7 @@ class Cpu:
     def why_not(self, p: Problem) -> str | None:
         if p.device.kind != "cpu":
             return f"runs on cpu tensors only, got {p.device.kind}"
-        if p.direction == "backward" and (reason := no_slope(p.mods)):
-            return reason
-        return refuse_unknown(p, FEATURES)
+        return refuse_unknown(p, FEATURES) or refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
         return first_match(("cpu",), f"cpu.{p.direction}", p)

@@ -73,8 +73,7 @@ def backward(
 
 def ranges(x: Arrays, b: int, plan: Plan) -> list[Heads]:
     """The kv heads of a sequence, in tasks that own their dK and dV: always with their whole group."""
-    rows, keys, _ = x.sequence(b)
-    found = head_ranges(x, b, x.q[rows].shape[0], x.k[keys].shape[0], plan)
+    found = head_ranges(x, b, *x.lengths(b), plan)
     return sorted({h._replace(r0=0, r1=x.group) for h in found})
 
 

@@ -85,9 +85,7 @@ def cut(x: Arrays, plan: Plan) -> list[Task]:
     """All tiles of queries. Short sequences put several kv heads in one task, so that its products are not tiny."""
     tasks = []
     for b in range(x.batch):
-        rows, keys, _ = x.sequence(b)
-        len_q = x.q[rows].shape[0]
-        len_k = x.k[keys].shape[0]
+        len_q, len_k = x.lengths(b)
         for heads in head_ranges(x, b, len_q, len_k, plan):
             step = rows_per_tile(x, heads, plan)
             tasks += [Task(heads, p, min(p + step, len_q)) for p in range(0, len_q, step)]

@@ -46,7 +46,10 @@ def fast_fp32(wanted: bool = True) -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def available() -> bool:
     """Whether this machine's oneDNN path is exact in fp32 and faster; measured once, in some milliseconds."""
-    if os.environ.get("RELAMPAGO_CPU_FAST_FP32", "1") == "0" or not torch.backends.mkldnn.is_available():
+    if (
+        os.environ.get("RELAMPAGO_CPU_FAST_FP32", "1") == "0"
+        or not torch.backends.mkldnn.is_available()
+    ):
         return False
     if not hasattr(torch.backends.mkldnn, "matmul") or torch.cpu._is_amx_tile_supported():
         return False

@@ -50,9 +50,9 @@ class Slab:
 
     def __init__(self, x: Arrays, heads: Heads) -> None:
         self.x, self.heads = x, heads
-        self.rows, self.cols, self.band = x.sequence(heads.b)
-        self.k = x.k[self.cols][:, heads.g0 : heads.g1]  # [Lk, g, D]
-        self.v = x.v[self.cols][:, heads.g0 : heads.g1]  # [Lk, g, E]
+        self.rows, self.cols, self.band = x.rows(heads.b), x.keys(heads.b), x.band_of(heads.b)
+        self.k = x.k[..., heads.g0 : heads.g1, :][self.cols]  # [Lk, g, D]
+        self.v = x.v[..., heads.g0 : heads.g1, :][self.cols]  # [Lk, g, E]
         self.q = self.queries_of(x.q)  # [Lq, g, R, D]
         self.dtype = accumulate_dtype(x.q.dtype)
         # Base 2 needs one multiplication less per element; with mods or a bias scores stay natural, since a bias of
@@ -166,7 +166,9 @@ class Tile:
         inside = keys < slab.k.shape[0]
         return keys[inside], seen[:, inside]
 
-    def scores(self, q: Tensor, k: Tensor, panel: Panel, steps: list[Tensor] | None = None) -> Tensor:
+    def scores(
+        self, q: Tensor, k: Tensor, panel: Panel, steps: list[Tensor] | None = None
+    ) -> Tensor:
         """Masked scores [g, l·R, n] in a buffer of this thread; the input of each mod is kept in steps, if given."""
         s = scratch("scores", (q.shape[0], q.shape[1], panel.size), q)
         torch.bmm(q, k.transpose(1, 2), out=s)
