@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture()
+@pytest.fixture
 def device() -> str:
     """The device the suite runs on; tests/gpu overrides it."""
     return "cpu"

@@ -7,7 +7,7 @@ D head dim of q and k, E head dim of v.
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +16,24 @@ from torch import Tensor
 
 from relampago import validate
 from relampago.errors import InvalidInput
-from relampago.masks.spec import Causal, Extent, Mask, Resolved, Window, resolve
-from relampago.mods import ScoreMod, alibi, register, softcap as softcap_mod
-from relampago.op import backward_op, forward_op
+from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
+from relampago.mods import ScoreMod, alibi, constant, register
+from relampago.mods import softcap as softcap_mod
+from relampago.op import backward_op
 from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
+from relampago.transforms import run
 
-_forced: contextvars.ContextVar[tuple[str | None, tuple[tuple[str, int], ...]]] = (
-    contextvars.ContextVar("relampago_using", default=(None, ()))
-)
+
+class _Forced(threading.local):
+    """What `using` asks for, per thread; a ContextVar would break a torch.compile graph."""
+
+    backend: str | None = None
+    plan: tuple[tuple[str, int], ...] = ()
+
+
+_forced = _Forced()
 
 
 @contextlib.contextmanager
@@ -37,12 +45,13 @@ def using(*, backend: str | None = None, plan: Plan | None = None) -> Iterator[N
     """
     if backend is not None:
         by_name(backend)
-    outer_backend, outer_plan = _forced.get()
-    token = _forced.set((backend or outer_backend, plan.items() if plan else outer_plan))
+    outer = (_forced.backend, _forced.plan)
+    _forced.backend = backend or outer[0]
+    _forced.plan = plan.items() if plan else outer[1]
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced.backend, _forced.plan = outer
 
 
 class Call(NamedTuple):
@@ -106,8 +115,9 @@ def attention(
         v: values (B, Lk, G, E).
         causal: no key after the row's own position; aligned to the bottom right when Lq != Lk.
         window: (left, right), how many keys before and after the row's own position; None is unbounded.
-        mask: `Causal()`, `Window(…)`, `Prefix(…)`, `Document(…)`, a `BlockSparse`, a combination by `&`, a bool tensor that
-            broadcasts to (B, H, Lq, Lk) with True for visible, or a function fn(b, h, q, k) -> bool on index tensors.
+        mask: `Causal()`, `Window(…)`, `Prefix(…)`, `Document(…)`, a `BlockSparse`, a combination by `&`, a bool
+            tensor that broadcasts to (B, H, Lq, Lk) with True for visible, or a function fn(b, h, q, k) -> bool on
+            index tensors.
         scale: factor of q·kᵀ; D ** -0.5 if None.
         softcap: c for c · tanh(score / c).
         alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets no gradient.
@@ -117,7 +127,8 @@ def attention(
         dropout_p: probability in [0, 1) of dropping a weight.
         dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
-        return_lse: also return log Σ exp(scores), fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq); differentiable.
+        return_lse: also return log Σ exp(scores): fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq);
+            differentiable.
         backend: a backend's name; it never falls back. None takes the first that can.
 
     Returns:
@@ -139,7 +150,7 @@ def attention(
         Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
                 dropout_seed, deterministic, backend),
     )  # fmt: skip
-    out, lse = forward_op(*call)
+    out, lse = run(*call)
     return (out, lse) if return_lse else out
 
 
@@ -207,7 +218,7 @@ def attention_varlen(
                 dropout_seed, deterministic, backend),
         packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
-    out, lse = forward_op(*call)
+    out, lse = run(*call)
     return (out, lse) if return_lse else out
 
 
@@ -225,14 +236,15 @@ def partial(
         options: those of `attention` (without return_lse). Give sinks to one shard only.
 
     Returns:
-        (out, lse): out (B, Lq, H, E) in fp32 (fp64 for fp64 input), so that merging many parts costs no digits; LSE (B, H, Lq).
+        (out, lse): out (B, Lq, H, E) in fp32 (fp64 for fp64 input), so that merging many parts costs no digits;
+        LSE (B, H, Lq).
 
     Raises:
         InvalidInput: as `attention`.
         Unsupported: as `attention`.
     """
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
-    return forward_op(*call)
+    return run(*call)
 
 
 def partial_backward(
@@ -272,9 +284,9 @@ def partial_backward(
     shape = (*q.shape[:3], v.shape[3])
     validate.require(
         [
-            ("dout", f"has shape {tuple(dout.shape)}", shape, tuple(dout.shape) == shape),
-            ("out", f"has shape {tuple(out.shape)}", shape, tuple(out.shape) == shape),
-            ("lse", f"has shape {tuple(lse.shape)}", rows, tuple(lse.shape) == rows),
+            ("dout", ("has shape {}", tuple(dout.shape)), shape, tuple(dout.shape) == shape),
+            ("out", ("has shape {}", tuple(out.shape)), shape, tuple(out.shape) == shape),
+            ("lse", ("has shape {}", tuple(lse.shape)), rows, tuple(lse.shape) == rows),
         ]
     )
     dq, dk, dv, _, _ = backward_op(dout, dlse, out, lse, [True, True, True, False, False], *call)
@@ -326,20 +338,19 @@ def prepare(
     seen = resolve(_mask(o), Extent(*full, offset, q.device, packing is not None))
     mods = _mods(o)
     validate.score_args(mods, full, q.device)
-    backend, plan = _forced.get()
     facts = Facts(
-        scale=None if o.scale is None else float(o.scale),
+        scale=None if o.scale is None else constant(o.scale),
         left=seen.left,
         right=seen.right,
         prefix=seen.prefix,
         block=None if seen.blocks is None else seen.blocks.block,
         mods=tuple(register(mod) for mod in mods),
-        dropout_p=float(o.dropout_p),
+        dropout_p=constant(o.dropout_p),
         deterministic=_deterministic(o.deterministic),
         dtype=("float64" if q.dtype == torch.float64 else "float32") if shard else None,
         shard=shard,
-        backend=_backend(o.backend or backend),
-        plan=plan,
+        backend=_backend(o.backend or _forced.backend),
+        plan=_forced.plan,
     )
     return Call(
         q=q,
@@ -411,12 +422,12 @@ def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         validate.require(
-            [("dropout_seed", f"is {tuple(seed.shape)} {seed.dtype}", "an int64 scalar",
+            [("dropout_seed", ("is {} {}", tuple(seed.shape), seed.dtype), "an int64 scalar",
               seed.ndim == 0 and seed.dtype == torch.int64)]
         )  # fmt: skip
         return seed.to(device)
     whole = isinstance(seed, int) and -(2**63) <= seed < 2**63
     validate.require(
-        [("dropout_seed", f"is {seed!r}", "an int of 64 bits, a tensor or None", whole)]
+        [("dropout_seed", ("is {!r}", seed), "an int of 64 bits, a tensor or None", whole)]
     )
     return torch.full((), seed, dtype=torch.int64, device=device)

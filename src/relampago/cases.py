@@ -1,6 +1,7 @@
 """The one catalogue of named problems: tests, benchmarks, tuning and docs read it.
 
-A case is plain values; `make` builds its tensors. Contract cases are small and odd on purpose; bench cases have real sizes.
+A case is plain values; `make` builds its tensors. Contract cases are small and odd on purpose; bench cases have real
+sizes.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ CONTRACT: tuple[Case, ...] = (
     ),
     Case(name="block-sparse", len_q=72, len_k=90, kv_heads=2, options={"mask": _checker}),
     Case(name="softcap", options={"softcap": 3.0, "causal": True}),
-    Case(name="alibi", kv_heads=2, options={"alibi_slopes": lambda g: torch.tensor([0.5, 0.25, 0.125, 0.06]), "causal": True}),
+    Case(name="alibi", kv_heads=2,
+         options={"alibi_slopes": lambda g: torch.tensor([0.5, 0.25, 0.125, 0.06]), "causal": True}),
     Case(name="alibi-per-sequence", len_q=30, options={"alibi_slopes": lambda g: torch.rand(2, 4, generator=g)}),
     Case(name="relative-bias", options={"score_mod": lambda g: relative_bias(torch.randn(4, 41, generator=g))}),
     Case(
@@ -205,7 +207,8 @@ CONTRACT: tuple[Case, ...] = (
     Case(name="sinks", kv_heads=2, options={"sinks": _randn(4), "causal": True}),
     Case(name="sinks-window", len_q=90, len_k=20, options={"sinks": _randn(4), "window": (3, 3)}),
     Case(name="dropout", kv_heads=2, options={"dropout_p": 0.3, "dropout_seed": 7}),
-    Case(name="dropout-causal", len_q=150, len_k=170, options={"dropout_p": 0.1, "dropout_seed": 2**40 + 3, "causal": True}),
+    Case(name="dropout-causal", len_q=150, len_k=170,
+         options={"dropout_p": 0.1, "dropout_seed": 2**40 + 3, "causal": True}),
     Case(name="packed", len_q=(33, 1, 64, 0, 20), len_k=(33, 1, 64, 0, 20), kv_heads=2, options={"causal": True}),
     Case(name="packed-cross", len_q=(5, 40, 0, 3), len_k=(17, 9, 4, 0), options={"causal": True}),
     Case(name="packed-window", len_q=(50, 90), len_k=(70, 90), options={"window": (15, 2), "sinks": _randn(4)}),

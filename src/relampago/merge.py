@@ -1,6 +1,7 @@
 """merge: the monoid of partial attentions. Split keys anywhere, attend to the parts, merge: the whole.
 
-Split-KV decoding, ring attention and shared prefixes are all a fold of this (FlashAttention, arXiv 2205.14135, section 3.1).
+Split-KV decoding, ring attention and shared prefixes are all a fold of this (FlashAttention, arXiv 2205.14135,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of the parts' keys, from each part's (out, lse).
 
     Args:
-        parts: pairs out (B, Lq, H, E) with lse (B, H, Lq), or packed out (T, H, E) with lse (H, T). The same rows in each,
-            disjoint keys. A part that shows a row nothing has lse -inf there and changes nothing.
+        parts: pairs out (B, Lq, H, E) with lse (B, H, Lq), or packed out (T, H, E) with lse (H, T). The same rows
+            in each, disjoint keys. A part that shows a row nothing has lse -inf there and changes nothing.
 
     Returns:
         (out, lse) of the same shapes; out in the widest dtype of the parts. Differentiable.
@@ -33,12 +34,14 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         for name, got, expected in (("out", out, first_out), ("lse", lse, first_lse)):
             if got.shape != expected.shape:
                 raise InvalidInput(
-                    f"parts[{number}]: {name} has shape {tuple(got.shape)}; expected {tuple(expected.shape)} as in parts[0]"
+                    f"parts[{number}]: {name} has shape {tuple(got.shape)}; "
+                    f"expected {tuple(expected.shape)} as in parts[0]"
                 )
         rows = tuple(out.shape[:-1])
         if tuple(lse.transpose(-1, -2).shape) != rows:
             raise InvalidInput(
-                f"parts[{number}]: lse has shape {tuple(lse.shape)}; expected heads before rows, for out {tuple(out.shape)}"
+                f"parts[{number}]: lse has shape {tuple(lse.shape)}; "
+                f"expected heads before rows, for out {tuple(out.shape)}"
             )
     if len(parts) == 1:
         return first_out, first_lse

@@ -91,7 +91,9 @@ class ScoreMod:
     @property
     def slots(self) -> tuple[str | float, ...]:
         """Per argument: its axis, or the number itself."""
-        return tuple(value[0] if isinstance(value, tuple) else float(value) for value in self.args)
+        return tuple(
+            value[0] if isinstance(value, tuple) else constant(value) for value in self.args
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -121,6 +123,11 @@ def register(mod: ScoreMod) -> str:
 def rule_of(token: str) -> Rule:
     """The rule a token stands for."""
     return _rules[token]
+
+
+def constant(x: float) -> float:
+    """A plain float, also of a traced one: torch.compile(dynamic=True) makes floats symbolic, and hex() ends that."""
+    return float.fromhex(float(x).hex())
 
 
 def no_slope(tokens: tuple[str, ...]) -> str | None:

@@ -1,7 +1,7 @@
-"""The custom ops: what autograd, torch.compile, vmap and the FLOP counter see of relampago.
+"""The custom ops: what autograd, torch.compile and the FLOP counter see of relampago.
 
-Two ops, `relampago::forward` and `relampago::backward`. They take tensors, the sizes that may vary under torch.compile, and
-one string of static `Facts`. Description, choice and plan happen inside, where sizes are concrete.
+Two ops, `relampago::forward` and `relampago::backward`. They take tensors, the sizes that may vary under
+torch.compile, and one string of static `Facts`. Description, choice and plan happen inside, where sizes are concrete.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from relampago.work import Work
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, Tensor[] mod_args, SymInt[] sizes, str facts"
+    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, "
+    "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
-_NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
-_library = torch.library.Library("relampago", "DEF")
-_library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(
+NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
+library = torch.library.Library("relampago", "DEF")
+library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
+library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_INPUTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -96,7 +97,7 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-@torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
+@torch.library.impl(library, "forward", "CompositeExplicitAutograd")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     x, facts = _gather(args)
     _check_cu_seqlens(x)
@@ -106,7 +107,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     return out.to(x.out_dtype), lse
 
 
-@torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
+@torch.library.impl(library, "backward", "CompositeExplicitAutograd")
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
@@ -150,7 +151,7 @@ def _check_cu_seqlens(x: Arrays) -> None:
         raise InvalidInput(f"cu_seqlens_{name} {problem[0]}; expected {problem[1]}")
 
 
-@torch.library.register_fake("relampago::forward", lib=_library)
+@torch.library.register_fake("relampago::forward", lib=library)
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x, _ = _gather(args)
     out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.out_dtype)
@@ -161,7 +162,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return out, x.q.new_empty(shape, dtype=accumulate_dtype(x.q.dtype))
 
 
-@torch.library.register_fake("relampago::backward", lib=_library)
+@torch.library.register_fake("relampago::backward", lib=library)
 def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
@@ -177,7 +178,8 @@ def _backward_fake(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what the backward op takes."""
     *tensors, blocks, mod_args, sizes, facts = inputs
     ctx.set_materialize_grads(False)
     ctx.counts = (len(tensors), len(blocks))
@@ -185,7 +187,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.sizes, ctx.facts = sizes, facts
 
 
-def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Gradients of the forward op's inputs, from those of out and LSE."""
     out, lse, *rest = ctx.saved_tensors
     n, n_blocks = ctx.counts
     tensors, blocks, mod_args = rest[:n], rest[n : n + n_blocks], rest[n + n_blocks :]
@@ -200,70 +203,8 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 
 torch.library.register_autograd(
-    "relampago::forward", _autograd, setup_context=_setup_context, lib=_library
+    "relampago::forward", differentiate, setup_context=setup_context, lib=library
 )
-
-
-def _fold(args: tuple[Any, ...], dims: tuple[Any, ...], size: int) -> list[Any]:
-    """vmap: the new dimension joins the batch. Tensors without a batch of their own cannot differ along it."""
-    names = dict(zip(_NAMES, zip(args, dims, strict=True), strict=True))
-    if names["cu_q"][0] is not None:
-        raise NotImplementedError("vmap over packed sequences: give it a padded batch")
-    folded = []
-    for name, (value, dim) in names.items():
-        if isinstance(value, (list, tuple)) and any(isinstance(d, int) for d in dim or ()):
-            raise NotImplementedError(f"vmap over {name}")
-        if not isinstance(value, Tensor):
-            folded.append(value)
-        elif name in ("q", "k", "v"):
-            folded.append(_stack(value, dim, size).flatten(0, 1))
-        elif dim is None:
-            per_batch = name in ("bias", "mask", "row_start", "row_end") and value.shape[0] > 1
-            folded.append(_stack(value, None, size).flatten(0, 1) if per_batch else value)
-        elif name in ("bias", "mask", "row_start", "row_end"):
-            batch = args[0].shape[0 if dims[0] is None else 1 if dims[0] == 0 else 0]
-            value = value.movedim(dim, 0)
-            folded.append(value.expand(size, batch, *value.shape[2:]).flatten(0, 1))
-        else:
-            raise NotImplementedError(f"vmap over {name}")
-    return folded
-
-
-def _stack(value: Tensor, dim: int | None, size: int) -> Tensor:
-    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-
-
-def _forward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
-    out, lse = torch.ops.relampago.forward(*_fold(args, dims, info.batch_size))
-    return (out.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1))), (
-        0,
-        0,
-    )
-
-
-def _backward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
-    size = info.batch_size
-    per_batch = [
-        None if a is None else _stack(a, d, size).flatten(0, 1)
-        for a, d in zip(args[:4], dims[:4], strict=True)
-    ]
-    folded = _fold(args[5:], dims[5:], size)
-    dq, dk, dv, dbias, dsinks = torch.ops.relampago.backward(*per_batch, args[4], *folded)
-    bias, sinks = folded[3], folded[4]
-    if (bias is not None and args[4][3] and bias.shape[0] == 1) or (
-        sinks is not None and args[4][4]
-    ):
-        raise NotImplementedError(
-            "vmap over the gradient of a bias or sinks that the samples share"
-        )
-    if dbias.numel():
-        dbias = dbias.unflatten(0, (size, -1))
-    outs = tuple(g.unflatten(0, (size, -1)) for g in (dq, dk, dv))
-    return (*outs, dbias, dsinks), (0, 0, 0, 0 if dbias.numel() else None, None)
-
-
-torch.library.register_vmap("relampago::forward", _forward_vmap, lib=_library)
-torch.library.register_vmap("relampago::backward", _backward_vmap, lib=_library)
 
 
 @register_flop_formula(torch.ops.relampago.forward)

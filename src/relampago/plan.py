@@ -26,17 +26,22 @@ class Plan:
         block_k: keys of a key tile.
         warps: warps of a block (GPU).
         stages: depth of the software pipeline (GPU).
+        fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
     """
 
     block_q: int
     block_k: int
     warps: int = 4
     stages: int = 2
+    fused: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"plan: {name} is {value!r}; expected a positive int")
+            least = 0 if name == "fused" else 1
+            if not isinstance(value, int) or value < least:
+                raise InvalidInput(
+                    f"plan: {name} is {value!r}; expected an int of at least {least}"
+                )
 
     def items(self) -> tuple[tuple[str, int], ...]:
         """As pairs, for `Facts.plan`."""

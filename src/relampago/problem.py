@@ -324,7 +324,7 @@ FEATURES = frozenset(
     for layout in Layout
     for name in Problem(
         device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
-        layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",), bias=True,
-        bias_grad=True, sinks=True, dropout=True, deterministic=True,
+        layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
+        bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
     ).features()
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """The door: rows of checks walked by one loop, so that every message has the same form and none is pasted wrong.
 
-A check is (argument, what came, what was expected, whether it holds). Values that would need a device sync are not read here.
+A check is (argument, what came, what was expected, whether it holds); a tuple is a format and its values, filled in
+only where a check fails, so that torch.compile traces no strings. What would need a device sync is not read here.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> N
     """Raise `InvalidInput` for the first check that does not hold, with the tensors' shapes below."""
     for name, got, expected, holds in checks:
         if not holds:
-            lines = [f"{name} {got}; expected {expected}"]
+            lines = [f"{name} {_text(got)}; expected {_text(expected)}"]
             for label, value in (tensors or {}).items():
                 if isinstance(value, Tensor):
                     dtype = str(value.dtype).removeprefix("torch.")
                     lines.append(f"  {label} {tuple(value.shape)} {dtype} {value.device}")
             raise InvalidInput("\n".join(lines))
+
+
+def _text(part: Any) -> str:
+    return (
+        part[0].format(*part[1:])
+        if isinstance(part, tuple) and isinstance(part[0], str)
+        else str(part)
+    )
 
 
 def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
@@ -36,20 +45,20 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
     form = "(total, heads, dim)" if packed else "(batch, length, heads, dim)"
     rank = 3 if packed else 4
     for name, value in named.items():
-        require([(name, f"is a {type(value).__name__}", "a tensor", isinstance(value, Tensor))])
+        require([(name, ("is a {}", type(value).__name__), "a tensor", isinstance(value, Tensor))])
     require(
         [
-            (n, f"has {t.ndim} dimensions", f"{rank}: {form}", t.ndim == rank)
+            (n, ("has {} dimensions", t.ndim), ("{}: {}", rank, form), t.ndim == rank)
             for n, t in named.items()
         ],
         named,
     )
     checks: list[Check] = [
-        ("q", f"has dtype {q.dtype}", "fp16, bf16, fp32 or fp64", q.dtype in FLOATS),
-        ("k", f"has dtype {k.dtype}", f"{q.dtype}, as q", k.dtype == q.dtype),
-        ("v", f"has dtype {v.dtype}", f"{q.dtype}, as q", v.dtype == q.dtype),
-        ("k", f"is on {k.device}", f"{q.device}, as q", k.device == q.device),
-        ("v", f"is on {v.device}", f"{q.device}, as q", v.device == q.device),
+        ("q", ("has dtype {}", q.dtype), "fp16, bf16, fp32 or fp64", q.dtype in FLOATS),
+        ("k", ("has dtype {}", k.dtype), ("{}, as q", q.dtype), k.dtype == q.dtype),
+        ("v", ("has dtype {}", v.dtype), ("{}, as q", q.dtype), v.dtype == q.dtype),
+        ("k", ("is on {}", k.device), ("{}, as q", q.device), k.device == q.device),
+        ("v", ("is on {}", v.device), ("{}, as q", q.device), v.device == q.device),
         ("q", "has head dim 0", "at least 1", q.shape[-1] > 0),
         ("v", "has head dim 0", "at least 1", v.shape[-1] > 0),
     ]
@@ -90,16 +99,16 @@ def numbers(scale: Any, softcap: Any, dropout_p: Any, window: Any) -> None:
     real = (int, float)
     require(
         [
-            ("scale", f"is {scale}", "a finite number or None", scale is None or _finite(scale)),
+            ("scale", ("is {}", scale), "a finite number or None", scale is None or _finite(scale)),
             (
                 "softcap",
-                f"is {softcap}",
+                ("is {}", softcap),
                 "a number > 0, or None",
                 softcap is None or (_finite(softcap) and softcap > 0),
             ),
             (
                 "dropout_p",
-                f"is {dropout_p}",
+                ("is {}", dropout_p),
                 "a number in [0, 1)",
                 isinstance(dropout_p, real) and 0 <= dropout_p < 1,
             ),
@@ -107,13 +116,20 @@ def numbers(scale: Any, softcap: Any, dropout_p: Any, window: Any) -> None:
     )
     if window is not None:
         pair = isinstance(window, tuple | list) and len(window) == 2
-        require([("window", f"is {window}", "a pair (left, right) or None", pair)])
+        require([("window", ("is {}", window), "a pair (left, right) or None", pair)])
         for name, side in zip(("left", "right"), window, strict=True):
             holds = side is None or (
                 isinstance(side, int) and not isinstance(side, bool) and side >= 0
             )
             require(
-                [("window", f"has {name} = {side}", "an int >= 0, or None for unbounded", holds)]
+                [
+                    (
+                        "window",
+                        ("has {} = {}", name, side),
+                        "an int >= 0, or None for unbounded",
+                        holds,
+                    )
+                ]
             )
 
 
@@ -128,19 +144,29 @@ def extras(
     batch, heads = full[:2]
     if bias is not None:
         named = {"q": q, "bias": bias}
-        require([("bias", f"is a {type(bias).__name__}", "a tensor", isinstance(bias, Tensor))])
+        require([("bias", ("is a {}", type(bias).__name__), "a tensor", isinstance(bias, Tensor))])
         shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
         fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, full, strict=True))
         require(
             [
-                ("bias", f"has shape {tuple(bias.shape)}", f"one that broadcasts to {full}", fits),
                 (
                     "bias",
-                    f"has dtype {bias.dtype}",
+                    ("has shape {}", tuple(bias.shape)),
+                    ("one that broadcasts to {}", full),
+                    fits,
+                ),
+                (
+                    "bias",
+                    ("has dtype {}", bias.dtype),
                     "a float dtype (a bool mask goes to mask=)",
                     bias.dtype in FLOATS,
                 ),
-                ("bias", f"is on {bias.device}", f"{q.device}, as q", bias.device == q.device),
+                (
+                    "bias",
+                    ("is on {}", bias.device),
+                    ("{}, as q", q.device),
+                    bias.device == q.device,
+                ),
             ],
             named,
         )
@@ -151,17 +177,22 @@ def extras(
         if value is None:
             continue
         named = {"q": q, name: value}
-        require([(name, f"is a {type(value).__name__}", "a tensor", isinstance(value, Tensor))])
+        require([(name, ("is a {}", type(value).__name__), "a tensor", isinstance(value, Tensor))])
         require(
             [
                 (
                     name,
-                    f"has shape {tuple(value.shape)}",
+                    ("has shape {}", tuple(value.shape)),
                     " or ".join(map(str, shapes)),
                     tuple(value.shape) in shapes,
                 ),
-                (name, f"has dtype {value.dtype}", "a float dtype", value.dtype in FLOATS),
-                (name, f"is on {value.device}", f"{q.device}, as q", value.device == q.device),
+                (name, ("has dtype {}", value.dtype), "a float dtype", value.dtype in FLOATS),
+                (
+                    name,
+                    ("is on {}", value.device),
+                    ("{}, as q", q.device),
+                    value.device == q.device,
+                ),
             ],
             named,
         )
@@ -170,17 +201,17 @@ def extras(
 def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
     """cu_seqlens and the longest lengths; their values are checked inside the op."""
     for name, cu, device in (("cu_seqlens_q", cu_q, q.device), ("cu_seqlens_k", cu_k, k.device)):
-        require([(name, f"is a {type(cu).__name__}", "a tensor", isinstance(cu, Tensor))])
+        require([(name, ("is a {}", type(cu).__name__), "a tensor", isinstance(cu, Tensor))])
         require(
             [
                 (
                     name,
-                    f"has shape {tuple(cu.shape)}",
+                    ("has shape {}", tuple(cu.shape)),
                     "(batch + 1,)",
                     cu.ndim == 1 and cu.shape[0] >= 1,
                 ),
-                (name, f"has dtype {cu.dtype}", "torch.int32", cu.dtype == torch.int32),
-                (name, f"is on {cu.device}", f"{device}, as q", cu.device == device),
+                (name, ("has dtype {}", cu.dtype), "torch.int32", cu.dtype == torch.int32),
+                (name, ("is on {}", cu.device), ("{}, as q", device), cu.device == device),
             ],
             {name: cu},
         )
@@ -190,7 +221,7 @@ def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) 
     )
     for name, value in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         whole = isinstance(value, int | torch.SymInt) and not isinstance(value, bool) and value >= 0
-        require([(name, f"is {value!r}", "an int >= 0", whole)])
+        require([(name, ("is {!r}", value), "an int >= 0", whole)])
 
 
 def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: torch.device) -> None:
@@ -210,9 +241,11 @@ def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: tor
             shape = tuple(tensor.shape)
             require(
                 [
-                    ("score_mod", f"has an argument by {axis!r} of shape {shape}", f"one of {shapes}", shape in shapes),
-                    ("score_mod", f"has {shape[-1:]} distances", "an odd number, 2·R + 1", odd),
-                    ("score_mod", f"has an argument on {tensor.device}", f"{device}, as q", tensor.device == device),
+                    ("score_mod", ("has an argument by {!r} of shape {}", axis, shape), ("one of {}", shapes),
+                     shape in shapes),
+                    ("score_mod", ("has {} distances", shape[-1:]), "an odd number, 2·R + 1", odd),
+                    ("score_mod", ("has an argument on {}", tensor.device), ("{}, as q", device),
+                     tensor.device == device),
                     ("score_mod", "has an argument that requires a gradient", "constants (a bias gets a gradient)",
                      not tensor.requires_grad),
                 ]

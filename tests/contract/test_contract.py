@@ -8,10 +8,10 @@ from budget import check
 from oracle import dense, run
 
 import relampago as rl
+from relampago.api import Options, Packing, prepare
 from relampago.backends import BACKENDS
 from relampago.cases import CONTRACT, Case
 from relampago.op import problem_of
-from relampago.api import Options, Packing, prepare
 from relampago.problem import Wanted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from relampago.backends.cpu import Cpu
 from relampago.backends.reference import Reference
+from relampago.backends.triton import Triton
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Problem, Saved, Wanted
 
@@ -43,4 +44,4 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: tuple[Backend, ...] = (Cpu(), Reference())
+BACKENDS: tuple[Backend, ...] = (Triton(), Cpu(), Reference())

@@ -141,7 +141,8 @@ def _build(
     expected = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     if tuple(kinds.shape[2:]) != expected:
         raise InvalidInput(
-            f"mask: the map of tiles is {tuple(kinds.shape[2:])}; expected {expected} for lengths {shape} and block {block}"
+            f"mask: the map of tiles is {tuple(kinds.shape[2:])}; "
+            f"expected {expected} for lengths {shape} and block {block}"
         )
     if tiles is None or partial is None:
         pattern = torch.full(kinds.shape, FULL, dtype=torch.int32, device=kinds.device)

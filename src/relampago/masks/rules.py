@@ -86,7 +86,7 @@ def query_range(k_first, k_last, len_q, offset, left, right, prefix):
         end = min(end, k_last - offset + left + 1)
     if right is not None:
         first = k_first - offset - right
-        if prefix is not None:
+        if prefix is not None:  # noqa: SIM102 - a constant in kernels, the inner test is not
             if k_first < prefix:
                 first = first * 0
         start = max(start, first)

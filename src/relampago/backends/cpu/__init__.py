@@ -34,7 +34,7 @@ class Cpu:
         return first_match(("cpu",), f"cpu.{p.direction}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # threads and their buffers know no inference mode
             return forward(x, plan)
 
     def backward(
@@ -47,5 +47,5 @@ class Cpu:
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Grads:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             return backward(x, plan, saved, dout, dlse, wanted)

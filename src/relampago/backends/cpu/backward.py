@@ -1,7 +1,7 @@
 """The backward: FlashAttention-2, Algorithm 2 (arXiv 2307.08691), recomputing the weights tile by tile.
 
-The paper's outer loop runs over keys and adds dQ across blocks. Here one thread owns a kv head with its dK and dV, so the
-outer loop runs over queries, as in the forward: dQ of a tile is finished at once, and nothing is shared.
+The paper's outer loop runs over keys and adds dQ across blocks. Here one thread owns a kv head with its dK and dV,
+so the outer loop runs over queries, as in the forward: dQ of a tile is finished at once, and nothing is shared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The fast fp32 product: where oneDNN computes full fp32 faster than the default BLAS, use it.
 
 `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` sends fp32 products to oneDNN. A CPU without AMX has no reduced
-fp32 path, so it still computes in fp32, about twice as fast as MKL on AMD. The switch is global to the process:
-it is set only while an attention call runs, restored after, taken only if a self-check on this machine finds full fp32 accuracy
-and a gain, and RELAMPAGO_CPU_FAST_FP32=0 turns it off.
+fp32 path, so it still computes in fp32, about twice as fast as MKL on AMD. The switch is global to the process: it is
+set only while an attention call runs, restored after, taken only if a self-check on this machine finds full fp32
+accuracy and a gain, and RELAMPAGO_CPU_FAST_FP32=0 turns it off.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ class Tile:
     def block_keys(self) -> tuple[Tensor, Tensor]:
         """Keys [n] in the tiles that this tile's row of a BlockSparse lists, and which rows see them, bool [l, n]."""
         slab, x = self.slab, self.slab.x
-        assert x.blocks is not None and x.block is not None
+        assert x.blocks is not None
+        assert x.block is not None
         blocks, (block_q, block_k) = x.blocks, x.block
         heads = slab.heads
         b = heads.b if blocks.count.shape[0] > 1 else 0

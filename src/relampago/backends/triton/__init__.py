@@ -1,0 +1,130 @@
+"""The backend `triton`: portable kernels for NVIDIA GPUs from sm80 on and AMD's gfx942 and gfx950.
+
+Nothing here imports triton before a launch: `why_not` answers on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+
+import torch
+from torch import Tensor
+
+from relampago.mods import rule_of
+from relampago.plan import Plan, first_match
+from relampago.problem import (
+    FEATURES,
+    Arrays,
+    Grads,
+    Problem,
+    Saved,
+    Wanted,
+    refuse_backward,
+    refuse_unknown,
+)
+
+AMD = ("gfx942", "gfx950")
+FALLBACK = {"sm86": "sm89", "sm87": "sm80", "sm120": "sm89", "sm121": "sm89", "gfx950": "gfx942"}
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.lru_cache(maxsize=1)
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class Triton:
+    """Every feature, head dims up to 512 (keys' 576), one kernel per direction and tile of the result."""
+
+    name = "triton"
+
+    def why_not(self, p: Problem) -> str | None:
+        kind = p.device.kind
+        if kind not in ("cuda", "hip") and not (kind == "cpu" and interpreted()):
+            return f"runs on cuda and hip tensors, got {kind}"
+        return (
+            self._refuse_machine(p)
+            or self._refuse_shape(p)
+            or refuse_unknown(p, FEATURES)
+            or refuse_backward(p)
+            or self._refuse_mods(p)
+        )
+
+    def plan(self, p: Problem) -> Plan:
+        kernel = "forward" if p.direction == "forward" else "backward_dkdv"
+        return first_match(tables(p.device.arch), f"triton.{kernel}", p)
+
+    def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        from relampago.backends.triton.forward import forward
+
+        with _on(x.q.device):
+            return forward(x, plan)
+
+    def backward(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        from relampago.backends.triton.backward import backward
+
+        by_query = first_match(tables(p.device.arch), "triton.backward_dq", p)
+        with _on(x.q.device):
+            return backward(x, plan, by_query, saved, dout, dlse, wanted, p.deterministic)
+
+    def _refuse_machine(self, p: Problem) -> str | None:
+        arch = p.device.arch
+        if p.device.kind == "hip" and arch not in AMD:
+            return f"needs {' or '.join(AMD)}, got {arch}"
+        sm = re.fullmatch(r"sm(\d+)", arch)
+        if p.device.kind == "cuda" and (sm is None or int(sm[1]) < 80):
+            return f"needs sm80 or newer, got {arch}"
+        return None if _installed() else "triton is not installed"
+
+    def _refuse_shape(self, p: Problem) -> str | None:
+        if p.dtype not in ("bf16", "fp16", "fp32"):
+            return f"knows bf16, fp16 and fp32, got {p.dtype}"
+        if p.dim > 576 or (p.dim > 512 and p.dim_v > 512) or p.dim_v > 512:
+            return f"head dim {max(p.dim, p.dim_v)} > 512"
+        return None
+
+    def _refuse_mods(self, p: Problem) -> str | None:
+        if not p.mods:
+            return None
+        from relampago.backends.triton.arguments import refuse_function
+
+        for rule in map(rule_of, p.mods):
+            functions = (rule.fn,) if p.direction == "forward" else (rule.fn, rule.dfn)
+            for fn in functions:
+                if (reason := refuse_function(fn)) is not None:
+                    return reason
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def tables(arch: str) -> tuple[str, ...]:
+    """The tuning tables to look in: the machine's own, then that of the most similar one."""
+    sm = re.fullmatch(r"sm(\d+)", arch)
+    nearest = "sm89"  # the least shared memory: fits everywhere
+    if sm is not None and 100 <= int(sm[1]) < 120:
+        nearest = "sm100"
+    return arch, FALLBACK.get(arch, nearest), "sm89"
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

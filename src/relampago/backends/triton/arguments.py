@@ -1,0 +1,301 @@
+"""The kernels' arguments: a handful of NamedTuples, built from `Arrays` with as few Python objects as a launch allows.
+
+A field that is None, or a `tl.constexpr`, is known when the kernel is compiled; all others are values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from relampago import dropout
+from relampago.backends.triton.tile import plain
+from relampago.masks.rules import Band as Facts
+from relampago.mods import Rule, rule_of
+from relampago.problem import Arrays
+
+L2_BYTES = 24 << 20  # of keys and values that heads in flight share; half of an H100's L2 is near an SM
+
+
+class Strides(NamedTuple):
+    """Elements between sequences (or pages), rows and heads; the last dimension is contiguous."""
+
+    b: int
+    l: int
+    h: int
+
+
+class Size(NamedTuple):
+    """Lengths and counts."""
+
+    batch: int
+    heads: int
+    group: int
+    len_q: int
+    len_k: int
+    total_q: int
+    total_k: int
+    tiles: int
+    section: int  # heads in flight together
+    heads_q: int
+
+
+class Lay(NamedTuple):
+    """Where sequences lie; all None: dense."""
+
+    cu_q: Any = None
+    cu_k: Any = None
+    lens_k: Any = None
+    page_table: Any = None
+    width: Any = None  # pages in a row of the table
+    page: Any = None
+    pages: Any = None
+
+
+class Band(NamedTuple):
+    """A `rules.Band` with its tables' stride."""
+
+    offset: int
+    left: Any
+    right: Any
+    prefix: Any
+    row_start: Any
+    row_end: Any
+    table_stride: Any
+
+
+class Part(NamedTuple):
+    """Strides of what broadcasts to (B, H, Lq, Lk); None where its size is 1."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+
+
+class Slot(NamedTuple):
+    """An argument of a mod: a number if axis is None, else a tensor and its strides."""
+
+    axis: Any
+    value: Any
+    b: int = 0
+    h: int = 0
+    size: int = 1
+
+
+class Mod(NamedTuple):
+    """A score mod, compiled."""
+
+    fn: Any
+    dfn: Any
+    count: Any
+    slots: Any
+
+
+class Extra(NamedTuple):
+    """What else shapes the scores and weights."""
+
+    bias: Any = None
+    bias_stride: Any = None
+    mask: Any = None
+    mask_stride: Any = None
+    sinks: Any = None
+    seed: Any = None
+    cutoff: Any = None
+    upscale: Any = None  # 1 / (1 - dropout_p)
+    modified: Any = None  # how many mods: a tuple of tuples cannot be compared with None
+    mods: Any = None
+
+
+class Sparse(NamedTuple):
+    """One direction of a BlockSparse: lists by query tile, or by key tile."""
+
+    count: Any
+    index: Any
+    pattern: Any
+    tiles: Any
+    stride_b: int  # in lists
+    stride_h: int
+    most: int
+    block_q: int
+    block_k: int
+
+
+NO_LAY = Lay()
+NO_EXTRA = Extra()
+
+
+def strides(t: Tensor) -> Strides:
+    """Of (B, L, H, D) or packed (T, H, D)."""
+    s = t.stride()
+    return Strides(s[0], s[1], s[2]) if len(s) == 4 else Strides(0, s[0], s[1])
+
+
+def rows_contiguous(t: Tensor) -> Tensor:
+    """The tensor, or a copy if its last dimension is not contiguous."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def lse_strides(x: Arrays) -> Strides:
+    """Of an LSE, (B, H, Lq) or (H, total), and all that is shaped like one."""
+    if x.cu_q is None:
+        _, length, heads, _ = x.q.shape
+        return Strides(heads * length, 1, length)
+    return Strides(0, 1, x.q.shape[0])
+
+
+def lse_shape(x: Arrays) -> tuple[int, ...]:
+    """(B, H, Lq) or (H, total)."""
+    s = x.q.shape
+    return (s[0], s[2], s[1]) if x.cu_q is None else (s[1], s[0])
+
+
+def size_of(x: Arrays, tiles: int, row_bytes: int) -> Size:
+    """Sizes; `row_bytes` is what one key costs the L2 cache."""
+    k = x.k.shape
+    heads = x.q.shape[-2]
+    group = max(1, heads // max(1, k[-2]))
+    if x.page_table is not None:
+        len_k = x.page_table.shape[1] * k[1]
+    else:
+        len_k = k[1] if x.cu_k is None else x.len_k
+    together = max(1, L2_BYTES // max(1, x.len_k * row_bytes)) * group
+    return Size(
+        x.batch, heads, group, x.len_q if x.cu_q is not None else x.q.shape[1], len_k,
+        x.q.shape[0], k[0], tiles, together, heads,
+    )  # fmt: skip
+
+
+def lay_of(x: Arrays) -> Lay:
+    """How sequences lie."""
+    if x.cu_q is None and x.cu_k is None and x.lens_k is None:
+        return NO_LAY
+    if x.page_table is None:
+        return Lay(x.cu_q, x.cu_k, x.lens_k)
+    table = x.page_table.contiguous()
+    return Lay(x.cu_q, x.cu_k, x.lens_k, table, table.shape[1], x.k.shape[1], x.k.shape[0])
+
+
+def band_of(band: Facts) -> Band:
+    """The band; tables are (B or 1, Lq)."""
+    start, end = band.row_start, band.row_end
+    if start is None or end is None:
+        return Band(band.offset, band.left, band.right, band.prefix, None, None, None)
+    start, end = start.contiguous(), end.contiguous()
+    stride = start.shape[1] if start.shape[0] > 1 else 0
+    return Band(band.offset, band.left, band.right, band.prefix, start, end, stride)
+
+
+def part_of(t: Tensor) -> Part:
+    """Strides of a bias or a mask."""
+    return Part(*(None if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)))
+
+
+def extra_of(x: Arrays) -> Extra:
+    """Bias, mask, sinks, dropout and mods."""
+    if (
+        x.bias is None and x.mask is None and x.sinks is None and not x.mods and not x.dropout_p
+    ):
+        return NO_EXTRA
+    mask = None if x.mask is None else x.mask.view(torch.uint8)
+    return Extra(
+        x.bias,
+        None if x.bias is None else part_of(x.bias),
+        mask,
+        None if mask is None else part_of(mask),
+        x.sinks,
+        x.seed if x.dropout_p else None,
+        dropout.threshold(x.dropout_p) if x.dropout_p else None,
+        1.0 / (1.0 - x.dropout_p) if x.dropout_p else None,
+        _constant(len(x.mods)) if x.mods else None,
+        mods_of(x),
+    )
+
+
+def mods_of(x: Arrays) -> tuple[Mod, ...] | None:
+    """The mods with their tensors."""
+    if not x.mods:
+        return None
+    tensors = iter(x.mod_args)
+    found = []
+    for rule in map(rule_of, x.mods):
+        slots = []
+        for slot in rule.slots:
+            if isinstance(slot, float):
+                slots.append(Slot(None, _constant(slot)))
+                continue
+            t = next(tensors)
+            t = t if t.stride(-1) == 1 else t.contiguous()
+            lead = t.stride()[:-1]
+            if slot == "head":
+                slots.append(Slot(_constant(slot), t, lead[0] if lead else 0, 1, t.shape[-1]))
+            else:
+                b, h = ((0, 0), (0, *lead), lead)[len(lead)]
+                slots.append(Slot(_constant(slot), t, b, h, t.shape[-1]))
+        fn, dfn = compiled(rule)
+        found.append(Mod(fn, dfn, _constant(len(slots)), tuple(slots)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constant(value: Any) -> tl.constexpr:
+    return tl.constexpr(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled(rule: Rule) -> tuple[Any, Any]:
+    """A rule's functions, for Triton."""
+    return plain(rule.fn), None if rule.dfn is None else plain(rule.dfn)
+
+
+def sparse_of(x: Arrays, by_key: bool) -> Sparse | None:
+    """The lists of a BlockSparse by query tile, or by key tile."""
+    if x.blocks is None or x.block is None:
+        return None
+    lists = x.blocks[3:6] if by_key else x.blocks[:3]
+    count, index, pattern = (t.contiguous() for t in lists)
+    batch, heads, n = count.shape
+    return Sparse(
+        count, index, pattern, x.blocks.tiles.contiguous().view(torch.uint8),
+        heads * n if batch > 1 else 0, n if heads > 1 else 0, index.shape[-1], *x.block,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def split(dim: int) -> tuple[int, int]:
+    """A head dim as two powers of two, the second 0 if one does: 192 is 128 + 64, 72 is 64 + 16 with 8 unused."""
+    whole = max(16, triton.next_power_of_2(dim))
+    main = whole // 2
+    rest = max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
+    return (main, rest) if main >= 16 and 0 < rest < main else (whole, 0)
+
+
+def natural(x: Arrays) -> bool:
+    """Whether scores are kept in natural units: a bias of finfo.min times log2(e) would no longer be finite."""
+    return x.bias is not None or bool(x.mods) or x.scale <= 0
+
+
+@functools.lru_cache(maxsize=1024)
+def refuse_function(fn: Any) -> str | None:
+    """Why Triton cannot compile a mod's function; None if nothing speaks against it."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if not inspect.isfunction(fn):
+        return f"score mod {name} is a {type(fn).__name__}; needs a plain function"
+    if name == "<lambda>":
+        return "score mod is a lambda; needs a function written with def"
+    if fn.__closure__:
+        captured = ", ".join(fn.__code__.co_freevars)
+        return f"score mod {name} captures {captured}; needs numbers and tensors in args"
+    try:
+        inspect.getsource(fn)
+    except (OSError, TypeError):
+        return f"score mod {name} has no source file to compile"
+    used = [n for n in fn.__code__.co_names if n in fn.__globals__]
+    plain = [n for n in used if isinstance(fn.__globals__[n], int | float | Tensor)]
+    return f"score mod {name} reads the global {plain[0]}; needs it in args" if plain else None

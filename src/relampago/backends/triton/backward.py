@@ -1,0 +1,151 @@
+"""The backward's launches: delta, then dK and dV by tiles of keys, and dQ with them or by tiles of queries."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from relampago.backends.triton import arguments as A
+from relampago.backends.triton.forward import cut_keys, cut_queries, launch, precision
+from relampago.backends.triton.gradients import by_keys, by_queries
+from relampago.backends.triton.preprocess import prepare, renormalise
+from relampago.backends.triton.tile import LOG2E
+from relampago.plan import Plan
+from relampago.problem import Arrays, Grads, Saved, Wanted
+
+PREPARE = Plan(block_q=64, block_k=1, warps=4, stages=1)
+
+
+def backward(
+    x: Arrays,
+    plan: Plan,
+    by_query: Plan,
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+    deterministic: bool,
+) -> Grads:
+    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries."""
+    q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
+    out, dout = A.rows_contiguous(saved.out), A.rows_contiguous(dout)
+    if dout.dtype != q.dtype:
+        dout = dout.to(q.dtype)  # products take one dtype
+    natural, dims = A.natural(x), dimensions(q.shape[-1], v.shape[-1])
+    dq = torch.empty(q.shape, dtype=x.out_dtype, device=q.device)
+    dk = torch.empty(k.shape, dtype=x.out_dtype, device=q.device)
+    dv = torch.empty(v.shape, dtype=x.out_dtype, device=q.device)
+    dbias = bias_buffer(x, deterministic) if wanted.bias else None
+    if q.numel() == 0 or k.numel() == 0:
+        grads = Grads(dq.zero_(), dk.zero_(), dv.zero_(), shrunk(dbias, x), None)
+        return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
+    factor = x.scale if natural else x.scale * LOG2E.value
+    lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
+    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims)
+    sq, sk, sv, sdo = A.strides(q), A.strides(k), A.strides(v), A.strides(dout)
+    lists = A.sparse_of(x, False)
+    tiles, block_q = cut_queries(x, by_query)
+    _, block_k = cut_keys(x, by_query)
+    size = A.size_of(x, tiles, (q.shape[-1] + v.shape[-1]) * q.element_size())
+    grid = tiles * size.batch * size.heads
+    how = precision(x)
+    norm = None
+    if (natural or q.dtype == torch.float32) and not x.shard:
+        norm = torch.empty_like(shift)
+        launch(
+            renormalise, grid, by_query, q, k, shift, norm, factor, size, lay, sq, sk, sl, band,
+            extra, lists, *dims[:3], block_q, block_k, natural, how,
+        )  # fmt: skip
+    atomic = dbias is not None and dbias.shape != whole_bias(x)
+    stride = None if dbias is None else A.part_of(dbias)
+    fused = not deterministic and plan.fused and dims[0] <= 256
+    target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
+    if wanted.q and not fused or dbias is not None and not fused:
+        launch(
+            by_queries, grid, by_query, q, k, v, dout, dq, dbias, shift, delta, norm, factor,
+            x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
+            *dims, block_q, block_k, natural, how, atomic,
+        )  # fmt: skip
+    if wanted.k or wanted.v or fused:
+        tiles, block_k = cut_keys(x, plan)
+        _, block_q = cut_queries(x, plan)
+        size = size._replace(heads=k.shape[-2], tiles=tiles, section=max(1, size.section // size.group))
+        launch(
+            by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target, dbias,
+            shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv, sdo, A.strides(dk),
+            A.strides(dv), None if target is None else A.strides(target), sl, band, extra, stride,
+            A.sparse_of(x, True), *dims, block_q, block_k, natural, how, fused, atomic,
+        )  # fmt: skip
+        if target is not None:
+            torch.mul(target, x.scale, out=dq)
+    dsinks = None if x.sinks is None else sink_gradient(x, shift, delta, norm, natural)
+    return Grads(dq, dk, dv, shrunk(dbias, x), dsinks)
+
+
+@functools.lru_cache(maxsize=1024)
+def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
+    """D, D1, D2, E, E1, E2."""
+    return (dim, *A.split(dim), dim_v, *A.split(dim_v))
+
+
+def rows_before(
+    x: Arrays, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
+    dims: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(shift, delta), shaped like LSE."""
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    length, heads = out.shape[-3], out.shape[-2]
+    tiles = triton.cdiv(length, PREPARE.block_q)
+    batch = out.shape[0] if x.cu_q is None else 1
+    launch(
+        prepare, tiles * heads * batch, PREPARE, out, dout, lse, dlse, delta, shift,
+        A.strides(out), A.strides(dout), A.lse_strides(x), heads, length, tiles, *dims[3:],
+        PREPARE.block_q, natural,
+    )  # fmt: skip
+    return shift, delta
+
+
+def whole_bias(x: Arrays) -> tuple[int, ...]:
+    """The shape of a bias that is shared by nothing."""
+    return (x.batch, x.q.shape[-2], *x.bias.shape[2:])
+
+
+def bias_buffer(x: Arrays, deterministic: bool) -> Tensor | None:
+    """Where dbias is summed, in fp32: shaped like the bias, or unshared if the order of additions must be fixed."""
+    assert x.bias is not None
+    shape = tuple(x.bias.shape)
+    if deterministic:
+        rows = x.q.shape[1] if x.cu_q is None else x.len_q
+        keys = x.k.shape[1] if x.cu_k is None else x.len_k
+        shape = (x.batch, x.q.shape[-2], max(shape[2], rows), max(shape[3], keys))
+    return torch.zeros(shape, dtype=torch.float32, device=x.q.device)
+
+
+def shrunk(dbias: Tensor | None, x: Arrays) -> Tensor | None:
+    """dbias in the bias's own shape."""
+    return None if dbias is None else dbias.sum_to_size(x.bias.shape)
+
+
+def sink_gradient(
+    x: Arrays, shift: Tensor, delta: Tensor, norm: Tensor | None, natural: bool
+) -> Tensor:
+    """-Σ weight of the sink · delta over all rows, (H,)."""
+    sink = x.sinks.float()[:, None]
+    weight = torch.exp(sink - shift) if natural else torch.exp2(sink * LOG2E.value - shift)
+    if norm is not None:
+        weight = torch.where(shift == float("inf"), 0.0, weight * norm)
+    lost = (weight * delta).sum(-1)
+    return -(lost if x.cu_q is not None else lost.sum(0))
+
+
+def lone_sinks(x: Arrays, saved: Saved, dlse: Tensor | None) -> Tensor:
+    """dsinks where there are no keys: the sink has all the weight, and only LSE depends on it."""
+    if dlse is None or saved.lse.numel() == 0:
+        return torch.zeros(x.sinks.shape, dtype=torch.float32, device=x.q.device)
+    total = dlse.float().masked_fill(saved.lse == float("-inf"), 0.0).sum(-1)
+    return total if x.cu_q is not None else total.sum(0)

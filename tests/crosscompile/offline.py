@@ -1,0 +1,84 @@
+"""Compile what a call would launch, for a GPU that is not there: the real launchers on a pretended driver."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+TARGETS = {
+    **{f"sm{n}": GPUTarget("cuda", n, 32) for n in (80, 89, 90, 100, 120)},
+    **{name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")},
+}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Pretended:
+    """A driver that has one device per architecture and cannot launch."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.arch]
+
+    def get_current_device(self) -> str:
+        return self.arch
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Built:
+    """One compiled kernel."""
+
+    name: str
+    shared: int
+    registers: int
+    spills: int  # bytes (NVIDIA) or registers (AMD)
+    asm: dict[str, Any]
+
+
+class Recorder:
+    """Stands for `forward.launch`: compiles, records, launches nothing."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.built: list[Built] = []
+
+    def __call__(self, kernel: Any, grid: int, plan: Any, *args: Any) -> None:
+        before = driver._active
+        driver.set_active(Pretended(self.arch))
+        try:
+            compiled = kernel.run(
+                *args, grid=(grid,), warmup=True, num_warps=plan.warps, num_stages=plan.stages
+            )
+        finally:
+            driver._active = before
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        registers, spills = usage(self.arch, compiled.asm)
+        name = kernel.fn.__name__
+        self.built.append(Built(name, compiled.metadata.shared, registers, spills, compiled.asm))
+
+
+def usage(arch: str, asm: dict[str, Any]) -> tuple[int, int]:
+    """Registers of a thread, and what it spills."""
+    if arch.startswith("gfx"):
+        text = asm["amdgcn"]
+        found = [re.search(rf"\.{n}:\s*(\d+)", text) for n in ("vgpr_count", "vgpr_spill_count")]
+        return tuple(int(m[1]) if m else 0 for m in found)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [int(re.search(rf"{n}:(\d+)", text)[1]) for n in ("REG", "STACK", "LOCAL")]
+    return found[0], found[1] + found[2]

@@ -1,0 +1,279 @@
+"""What a PyTorch user expects of an operator: opcheck, compile, autocast, checkpointing, vmap, FLOPs, pickling."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import relampago as rl
+from relampago.api import Options, prepare
+from relampago.cases import CONTRACT, find
+from relampago.op import backward_op, forward_op
+from relampago.plan import Plan
+
+
+def make(batch=2, length=24, heads=4, kv=2, dim=16, dtype=torch.float32):
+    shapes = ((batch, length, heads, dim), (batch, length, kv, dim), (batch, length, kv, dim))
+    return tuple(torch.randn(s, dtype=dtype) for s in shapes)
+
+
+OPCHECK = (
+    "causal",
+    "gqa",
+    "bias",
+    "sinks",
+    "dropout",
+    "documents",
+    "mask-function",
+    "alibi",
+    "packed",
+    "dim-40-v-72",
+)
+
+
+@pytest.mark.parametrize("name", OPCHECK)
+def test_opcheck(name) -> None:
+    tensors, options = find(name).make(torch.float32)
+    if "cu_seqlens_q" in options:
+        from relampago.api import Packing
+
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        packing = Packing(*(options.pop(n) for n in names))
+        call = prepare(*tensors, Options(**options), packing=packing)
+    else:
+        call = prepare(*tensors, Options(**options))
+    leaves = [t.requires_grad_() if t is not None and n < 5 else t for n, t in enumerate(call)]
+    torch.library.opcheck(forward_op, tuple(leaves))
+    with torch.no_grad():
+        out, lse = forward_op(*call)
+        wanted = [True, True, True, call.bias is not None, call.sinks is not None]
+        torch.library.opcheck(backward_op, (torch.ones_like(out), None, out, lse, wanted, *call))
+
+
+def test_gradcheck_with_lse_bias_and_sinks() -> None:
+    q, k, v = (t.requires_grad_() for t in make(1, 6, 2, 1, 3, torch.float64))
+    bias = torch.randn(1, 2, 6, 6, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def fn(q, k, v, bias, sinks):
+        return rl.attention(
+            q, k, v, bias=bias, sinks=sinks, causal=True, softcap=3.0, return_lse=True
+        )
+
+    assert torch.autograd.gradcheck(fn, (q, k, v, bias, sinks))
+
+
+def test_compile_fullgraph_forward_and_backward() -> None:
+    torch._dynamo.reset()
+    q, k, v = (t.requires_grad_() for t in make())
+
+    def fn(q, k, v):
+        out, lse = rl.attention(
+            q * 2, k, v, causal=True, window=(7, 0), softcap=9.0, return_lse=True
+        )
+        return out.sin(), lse
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    want, got = fn(q, k, v), compiled(q, k, v)
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b)
+    dout = torch.randn_like(want[0])
+    for a, b in zip(
+        torch.autograd.grad(want[0], (q, k, v), dout),
+        torch.autograd.grad(got[0], (q, k, v), dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_dynamic_lengths_without_recompiling() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(
+        lambda q, k, v: rl.attention(q, k, v, causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for length in (24, 31, 50, 77):
+        q, k, v = make(length=length)
+        torch.testing.assert_close(compiled(q, k, v), rl.attention(q, k, v, causal=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": rl.Document(torch.tensor([0, 9]))},
+        {"alibi_slopes": torch.rand(4)},
+        {"dropout_p": 0.2, "dropout_seed": 5},
+        {"mask": rl.Prefix(5) & rl.Window(3, None)},
+    ],
+    ids=["documents", "alibi", "dropout", "prefix-window"],
+)
+def test_compile_options(options) -> None:
+    torch._dynamo.reset()
+    q, k, v = make()
+    compiled = torch.compile(
+        lambda q, k, v: rl.attention(q, k, v, causal=True, **options),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    torch.testing.assert_close(compiled(q, k, v), rl.attention(q, k, v, causal=True, **options))
+
+
+def test_compile_as_the_first_call_of_a_process() -> None:
+    code = (
+        "import torch, relampago as rl\n"
+        "f = torch.compile(lambda q: rl.attention(q, q, q, causal=True), fullgraph=True, backend='aot_eager')\n"
+        "print(f(torch.randn(1, 9, 2, 8)).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "[1, 9, 2, 8]" in done.stdout
+
+
+def test_autocast_casts_q_k_v_only() -> None:
+    q, k, v = (t.requires_grad_() for t in make())
+    bias = torch.randn(24, 24, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = rl.attention(q, k, v, bias=bias)
+    assert out.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out.float().sum(), (q, k, v, bias))
+    assert all(g.dtype == torch.float32 for g in grads)
+
+
+def test_activation_checkpointing_redraws_the_same_dropout() -> None:
+    q, k, v = (t.requires_grad_() for t in make())
+
+    def fn(q, k, v):
+        return rl.attention(q, k, v, dropout_p=0.4)
+
+    torch.manual_seed(3)
+    want = torch.autograd.grad(fn(q, k, v).sum(), (q, k, v))
+    torch.manual_seed(3)
+    got = torch.autograd.grad(checkpoint(fn, q, k, v, use_reentrant=False).sum(), (q, k, v))
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0), (1, 0, None), (None, 2, 2)], ids=str)
+def test_vmap_joins_the_batch(dims) -> None:
+    q, k, v = make()
+    stacked = tuple(
+        t if d is None else torch.stack([t, t + 1, t * 2], d)
+        for t, d in zip((q, k, v), dims, strict=True)
+    )
+    got = torch.func.vmap(lambda q, k, v: rl.attention(q, k, v, causal=True), dims)(*stacked)
+    for i in range(3):
+        one = (t if d is None else t.select(d, i) for t, d in zip(stacked, dims, strict=True))
+        torch.testing.assert_close(got[i], rl.attention(*one, causal=True))
+
+
+def test_vmap_over_bias_and_gradients_per_sample() -> None:
+    q, k, v = make(batch=1)
+    samples = torch.stack([q, q + 1, q * 2])
+    bias = torch.randn(3, 4, 24, 24)
+
+    def loss(q, bias):
+        return rl.attention(q, k, v, bias=bias).square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)))(samples, bias)
+    for i in range(3):
+        want = torch.func.grad(loss, argnums=(0, 1))(samples[i], bias[i])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_vmap_refusals_are_words() -> None:
+    q, k, v = make()
+    sinks = torch.randn(3, 4)
+    with pytest.raises(NotImplementedError, match="vmap over sinks"):
+        torch.func.vmap(lambda s: rl.attention(q, k, v, sinks=s))(sinks)
+
+
+def test_flop_formula_counts_visible_pairs() -> None:
+    q, k, v = (t.requires_grad_() for t in make(2, 24, 4, 2, 16))
+    with FlopCounterMode(display=False) as counter:
+        rl.attention(q, k, v).sum().backward()
+    pairs = 2 * 4 * 24 * 24
+    assert counter.get_total_flops() == pairs * (4 * 16 + 10 * 16)
+    with FlopCounterMode(display=False) as counter:
+        rl.attention(q, k, v, causal=True, window=(3, 0))
+    causal = sum(min(i, 3) + 1 for i in range(24))
+    assert counter.get_total_flops() == 2 * 4 * causal * 4 * 16
+
+
+def test_lse_is_differentiable_alone() -> None:
+    q, k, v = (t.requires_grad_() for t in make(dtype=torch.float64))
+    _, lse = rl.attention(q, k, v, causal=True, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    scores = torch.einsum("blhd,bmhd->bhlm", q, k.repeat_interleave(2, 2)) / 4
+    hidden = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    want = torch.autograd.grad(scores.masked_fill(hidden, -torch.inf).logsumexp(-1).sum(), (q, k))
+    torch.testing.assert_close((dq, dk), want)
+    assert dv.abs().max() == 0
+
+
+def test_deterministic_follows_torch() -> None:
+    q, k, v = make()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic mode" in str(rl.explain(q, k, v).problem)
+        assert "deterministic mode" not in str(rl.explain(q, k, v, deterministic=False).problem)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_using_is_scoped_and_nested() -> None:
+    q, k, v = make()
+    with rl.using(backend="reference"):
+        assert rl.explain(q, k, v).backend == "reference"
+        with rl.using(plan=Plan(block_q=7, block_k=9)):
+            inner = rl.explain(q, k, v)
+            assert (inner.backend, inner.plan.block_q) == ("reference", 7)
+        assert rl.explain(q, k, v, backend="cpu").backend == "cpu"
+    assert rl.explain(q, k, v).backend != "reference"
+    with pytest.raises(rl.InvalidInput, match="backend is 'x'"), rl.using(backend="x"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Plan(block_q=64, block_k=32),
+        rl.Causal() & rl.Window(3, None),
+        rl.Prefix(4),
+        rl.Document(torch.tensor([0, 5])),
+        rl.BlockSparse.from_mask(torch.ones(9, 9, dtype=torch.bool).tril()),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_plans_and_masks_copy_and_pickle(value) -> None:
+    q, k, v = make(length=9)
+    for twin in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        if isinstance(value, Plan):
+            assert twin == value
+        else:
+            assert torch.equal(rl.attention(q, k, v, mask=twin), rl.attention(q, k, v, mask=value))
+
+
+def test_inference_mode_and_no_grad() -> None:
+    q, k, v = (t.requires_grad_() for t in make())
+    want = rl.attention(q, k, v)
+    with torch.no_grad():
+        assert not rl.attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(rl.attention(q, k, v), want)
+
+
+def test_catalogue_names_are_unique() -> None:
+    names = [case.name for case in CONTRACT]
+    assert len(names) == len(set(names))
