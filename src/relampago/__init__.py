@@ -1,6 +1,7 @@
 """relampago: exact attention in O(N) memory, in pure Python, on whatever you have."""
 
 from relampago.api import attention, attention_varlen, partial, partial_backward, using
+from relampago.decode import attention_decode
 from relampago.errors import InvalidInput, Unsupported
 from relampago.explain import explain
 from relampago.masks.blocks import BlockSparse
@@ -18,6 +19,7 @@ __all__ = [
     "Unsupported",
     "Window",
     "attention",
+    "attention_decode",
     "attention_varlen",
     "explain",
     "merge",

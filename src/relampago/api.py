@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from relampago import validate
+from relampago.cache import KVCache
 from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
 from relampago.mods import ScoreMod, alibi, constant, register
@@ -320,13 +321,22 @@ def prepare(
     packing: Packing | None = None,
     offset: int | None = None,
     shard: bool = False,
+    cache: KVCache | None = None,
 ) -> Call:
-    """Validate a call and lower it to what the ops take."""
+    """Validate a call and lower it to what the ops take; k and v are a cache's own where one is given."""
     o = options
-    validate.tensors(q, k, v, packed=packing is not None)
+    paged = cache is not None and cache.page_table is not None
+    validate.tensors(q, k, v, packed=packing is not None, paged=paged)
     validate.numbers(o.scale, o.softcap, o.dropout_p, o.window)
     q, k, v = _autocast(q, k, v)
-    if packing is None:
+    if cache is not None:
+        batch, len_q, len_k = q.shape[0], q.shape[1], cache.longest
+        found = cache.batch
+        validate.require(
+            [("cache", ("holds {} sequences", found), ("{}, as q", batch), found == batch)]
+        )
+        offset = 0
+    elif packing is None:
         batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
         offset = len_k - len_q if offset is None else offset
     else:
@@ -335,7 +345,9 @@ def prepare(
         offset = 0
     full = (batch, q.shape[-2], len_q, len_k)
     validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
-    seen = resolve(_mask(o), Extent(*full, offset, q.device, packing is not None))
+    seen = resolve(
+        _mask(o), Extent(*full, offset, q.device, packing is not None or cache is not None)
+    )
     mods = _mods(o)
     validate.score_args(mods, full, q.device)
     facts = Facts(
@@ -363,8 +375,8 @@ def prepare(
         mask=seen.dense,
         cu_q=packing.cu_q if packing else None,
         cu_k=packing.cu_k if packing else None,
-        lens_k=None,
-        page_table=None,
+        lens_k=cache.lengths if cache else None,
+        page_table=cache.page_table if cache else None,
         row_start=seen.row_start,
         row_end=seen.row_end,
         seed=_seed(o.dropout_seed, q.device) if o.dropout_p else None,

@@ -39,8 +39,8 @@ def _text(part: Any) -> str:
     )
 
 
-def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
-    """Ranks, heads, dims, batch, dtype and device of q, k and v."""
+def tensors(q: Any, k: Any, v: Any, *, packed: bool, paged: bool = False) -> None:
+    """Ranks, heads, dims, batch, dtype and device of q, k and v; the batch of paged keys is one of pages."""
     named = {"q": q, "k": k, "v": v}
     form = "(total, heads, dim)" if packed else "(batch, length, heads, dim)"
     rank = 3 if packed else 4
@@ -63,7 +63,7 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool) -> None:
         ("v", "has head dim 0", "at least 1", v.shape[-1] > 0),
     ]
     require(checks, named)
-    if not packed:
+    if not packed and not paged:
         require(
             [
                 ("k", "has another batch", "that of q", k.shape[0] == q.shape[0]),

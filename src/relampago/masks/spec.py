@@ -143,8 +143,8 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
         blocks is not None or dense is not None or any(map(_per_sequence, tabled))
     ):
         raise InvalidInput(
-            "mask gives tables per row or tile; expected Causal, Window or an int Prefix with packed sequences "
-            "(cu_seqlens already keeps the sequences apart)"
+            "mask gives tables per row or tile; expected Causal, Window or an int Prefix with packed "
+            "sequences or a cache (they keep the sequences apart)"
         )
     alone = left is None and right is None and len(tabled) == 1
     for part in tabled:

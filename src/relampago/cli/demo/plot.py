@@ -39,7 +39,7 @@ def draw(points: list[Point], path: Path, caption: str) -> None:
             fontsize=13.5, fontweight="bold",
         )  # fmt: skip
         figure.text(0.03, 0.015, caption, fontsize=8, color="#666c74")
-        figure.tight_layout(rect=(0.015, 0.05, 1, 0.97), w_pad=2.5)
+        figure.tight_layout(rect=(0.015, 0.05, 1, 0.99), w_pad=2.5)
         figure.savefig(path)
         plt.close(figure)
 
@@ -80,6 +80,7 @@ def _panel(axes: Any, points: list[Point], field: str, title: str, show: Any) ->
         axes.annotate(
             text, (length, y), xytext=(9, 0), textcoords="offset points", va="center", fontsize=9,
             color=COLORS[method], fontweight="bold" if method == RELAMPAGO else "normal", linespacing=1.1,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
 
 

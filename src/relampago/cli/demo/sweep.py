@@ -26,7 +26,7 @@ HEADS, DIM = 8, 64
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 QUICK = (128, 256, 512)
 MOST_SECONDS = 15.0
-MOST_BYTES = 4 * 2**30
+MOST_BYTES = 4_000_000_000
 STANDARD, SDPA, RELAMPAGO = "standard attention", "torch SDPA", "relampago"
 
 
@@ -181,9 +181,7 @@ def table(points: list[Point], device: str) -> Table:
         times = [_cell(p, seconds(p.seconds)) for p in row]
         view.add_row(str(length), *times, *(_cell(p, size(p.bytes)) for p in row))
     if any(p.estimate for p in points):
-        view.caption = (
-            f"~ estimate, not run: more than {size(most_bytes(device))} or {MOST_SECONDS:.0f} s"
-        )
+        view.caption = f"~ estimate, not run: more than {most_bytes(device) / 1e9:.3g} GB or {MOST_SECONDS:.0f} s"
         view.caption_justify = "left"
     return view
 

@@ -1,0 +1,294 @@
+"""Key-value caches for decoding: one contiguous room per sequence, or pages that sequences own and share.
+
+Both append in place, several tokens at a time and per sequence, without waiting for the device: a step can be captured
+in a CUDA graph once room is reserved. Lengths live on the device (int32) and, as a bound, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from relampago.errors import InvalidInput
+
+
+class KVCache:
+    """Keys (B, room, G, D) and values (B, room, G, E); sequence b has filled the first `lengths[b]`.
+
+    Args:
+        batch: sequences.
+        room: tokens each may hold.
+        kv_heads: G.
+        dim: D.
+        dim_v: E; D if None.
+        dtype: of keys and values.
+        device: where they live.
+    """
+
+    page_table: Tensor | None = None
+
+    def __init__(
+        self,
+        batch: int,
+        room: int,
+        kv_heads: int,
+        dim: int,
+        dim_v: int | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _positive(batch=batch, room=room, kv_heads=kv_heads, dim=dim)
+        self.room = room
+        self.k = torch.zeros(batch, room, kv_heads, dim, dtype=dtype, device=device)
+        self.v = torch.zeros(batch, room, kv_heads, dim_v or dim, dtype=dtype, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._bound = [0] * batch
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """What kernels plan for: the room, since lengths are on the device."""
+        return self.room
+
+    def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> None:
+        """Add tokens to every sequence, in place.
+
+        Args:
+            k: (B, n, G, D).
+            v: (B, n, G, E).
+            counts: int32 (B,) on the cache's device: how many of the n each sequence really gets; all if None.
+
+        Raises:
+            InvalidInput: wrong shapes, or a sequence would outgrow its room. Nothing is written then.
+        """
+        n = self._check(k, v, counts)
+        self._reserve_for(n)
+        place, valid = self._places(n, counts)
+        b = torch.arange(self.batch, device=self.k.device)[:, None]
+        self._write((b, place % self.room), k, v, valid)
+        self._grow(n, counts)
+
+    def free(self, sequences: Sequence[int] | None = None) -> None:
+        """Empty some sequences, or all."""
+        for b in range(self.batch) if sequences is None else sequences:
+            self.lengths[b] = 0
+            self._bound[b] = 0
+
+    def gather(self, b: int) -> tuple[Tensor, Tensor]:
+        """Keys (L, G, D) and values (L, G, E) of one sequence. Waits for the device."""
+        n = int(self.lengths[b])
+        return self.k[b, :n], self.v[b, :n]
+
+    def _check(self, k: Tensor, v: Tensor, counts: Tensor | None) -> int:
+        n = k.shape[1] if k.ndim == 4 else -1
+        for name, got, like in (("k", k, self.k), ("v", v, self.v)):
+            want = (self.batch, n, *like.shape[2:])
+            if (
+                n < 0
+                or tuple(got.shape) != want
+                or got.dtype != like.dtype
+                or got.device != like.device
+            ):
+                raise InvalidInput(
+                    f"{name} is {tuple(got.shape)} {got.dtype} {got.device}; expected "
+                    f"({self.batch}, n, {like.shape[2]}, {like.shape[3]}) {like.dtype} {like.device}"
+                )
+        if counts is not None and (
+            tuple(counts.shape) != (self.batch,) or counts.dtype != torch.int32
+        ):
+            raise InvalidInput(
+                f"counts is {tuple(counts.shape)} {counts.dtype}; expected ({self.batch},) torch.int32"
+            )
+        return n
+
+    def _reserve_for(self, n: int) -> None:
+        """Make sure that n more tokens fit, by the host's bound of the lengths."""
+        fullest = max(self._bound, default=0)
+        if fullest + n > self.room:
+            raise InvalidInput(
+                f"k has {n} tokens; expected at most {self.room - fullest}: the room is {self.room}"
+            )
+
+    def _places(self, n: int, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Positions (B, n) of the new tokens, and which of them are real."""
+        step = torch.arange(n, device=self.k.device)
+        place = self.lengths[:, None].long() + step
+        return place, None if counts is None else step < counts[:, None]
+
+    def _write(self, index: tuple[Tensor, ...], k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Write new tokens; where one is not real, its own (unfilled) place is written back unchanged."""
+        for new, cache in ((k, self.k), (v, self.v)):
+            value = new if valid is None else torch.where(valid[..., None, None], new, cache[index])
+            cache.index_put_(index, value)
+
+    def _grow(self, n: int, counts: Tensor | None) -> None:
+        self.lengths += n if counts is None else counts
+        self._bound = [bound + n for bound in self._bound]
+
+
+class PagedKVCache(KVCache):
+    """Keys (pages, page, G, D) that sequences own page by page, found through `page_table` (B, most) int32.
+
+    Page 0 belongs to nobody: entries of the table that are not reserved point there. Pages are handed out on the host;
+    `reserve` ahead of a captured graph, since a replay cannot ask for more.
+
+    Args:
+        batch: sequences.
+        pages: pages in all, page 0 besides.
+        page: tokens a page holds.
+        kv_heads: G.
+        dim: D.
+        dim_v: E; D if None.
+        most: pages one sequence may own; all of them if None.
+        dtype: of keys and values.
+        device: where they live.
+    """
+
+    page_table: Tensor
+
+    def __init__(
+        self,
+        batch: int,
+        pages: int,
+        page: int,
+        kv_heads: int,
+        dim: int,
+        dim_v: int | None = None,
+        *,
+        most: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _positive(batch=batch, pages=pages, page=page)
+        super().__init__(pages + 1, page, kv_heads, dim, dim_v, dtype=dtype, device=device)
+        self.page = page
+        self.room = page * (most or pages)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(batch, most or pages, dtype=torch.int32, device=device)
+        self._bound = [0] * batch
+        self._owned: list[list[int]] = [[] for _ in range(batch)]
+        self._unused = list(range(pages, 0, -1))
+        self._sharers = [0] * (pages + 1)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._unused)
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Own pages for so many tokens in all, for every sequence or for each.
+
+        Raises:
+            InvalidInput: there are not enough pages, or a table is too short. Nothing is reserved then.
+        """
+        wanted = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
+        short = [
+            max(0, -(-n // self.page) - len(owned))
+            for n, owned in zip(wanted, self._owned, strict=True)
+        ]
+        if max(wanted, default=0) > self.room:
+            raise InvalidInput(
+                f"tokens is {max(wanted)}; expected at most {self.room}, the room of one sequence"
+            )
+        if sum(short) > self.free_pages:
+            raise InvalidInput(
+                f"tokens needs {sum(short)} more pages; expected at most the {self.free_pages} unused"
+            )
+        for b, n in enumerate(short):
+            if n:
+                fresh = [self._unused.pop() for _ in range(n)]
+                start = len(self._owned[b])
+                self._owned[b] += fresh
+                self._enter(b, start, fresh)
+                for number in fresh:
+                    self._sharers[number] = 1
+
+    def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> None:
+        """As `KVCache.append`; takes pages as it needs them.
+
+        Args:
+            k: (B, n, G, D).
+            v: (B, n, G, E).
+            counts: int32 (B,): how many of the n each sequence really gets; all if None.
+
+        Raises:
+            InvalidInput: wrong shapes, or no pages are left. Nothing is written then.
+        """
+        n = self._check(k, v, counts)
+        self._reserve_for(n)
+        place, valid = self._places(n, counts)
+        page = self.page_table.gather(
+            1, (place // self.page).clamp(max=self.page_table.shape[1] - 1)
+        )
+        self._write((page.long(), place % self.page), k, v, valid)
+        self._grow(n, counts)
+
+    def fork(self, source: int, into: Sequence[int]) -> None:
+        """Let other sequences begin with what `source` holds. Full pages are shared, the last partial one is copied.
+
+        Raises:
+            InvalidInput: no pages are left. Nothing is changed then.
+        """
+        length = int(self.lengths[source])
+        full, rest = divmod(length, self.page)
+        into = [b for b in into if b != source]
+        released = sum(self._sharers[p] == 1 for b in into for p in self._owned[b])
+        if rest and len(into) > self.free_pages + released:
+            raise InvalidInput(
+                f"into needs {len(into)} pages; expected at most {self.free_pages + released}"
+            )
+        self.free(into)
+        for b in into:
+            shared = self._owned[source][:full]
+            for number in shared:
+                self._sharers[number] += 1
+            self._owned[b] = list(shared)
+            if rest:
+                copy, last = self._unused.pop(), self._owned[source][full]
+                self._sharers[copy] = 1
+                self.k[copy, :rest] = self.k[last, :rest]
+                self.v[copy, :rest] = self.v[last, :rest]
+                self._owned[b].append(copy)
+            self._enter(b, 0, self._owned[b])
+            self.lengths[b] = length
+            self._bound[b] = length
+
+    def free(self, sequences: Sequence[int] | None = None) -> None:
+        """Empty some sequences, or all; pages that no other sequence shares become unused."""
+        for b in range(self.batch) if sequences is None else sequences:
+            for number in self._owned[b]:
+                self._sharers[number] -= 1
+                if self._sharers[number] == 0:
+                    self._unused.append(number)
+            self._owned[b] = []
+            self.page_table[b] = 0
+            self.lengths[b] = 0
+            self._bound[b] = 0
+
+    def gather(self, b: int) -> tuple[Tensor, Tensor]:
+        """Keys (L, G, D) and values (L, G, E) of one sequence, copied. Waits for the device."""
+        place = torch.arange(int(self.lengths[b]), device=self.k.device)
+        index = (self.page_table[b, place // self.page].long(), place % self.page)
+        return self.k[index], self.v[index]
+
+    def _reserve_for(self, n: int) -> None:
+        self.reserve([bound + n for bound in self._bound])
+
+    def _enter(self, b: int, start: int, pages: list[int]) -> None:
+        row = torch.tensor(pages, dtype=torch.int32)
+        self.page_table[b, start : start + len(pages)] = row.to(
+            self.page_table.device, non_blocking=True
+        )
+
+
+def _positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise InvalidInput(f"{name} is {value!r}; expected a positive int")

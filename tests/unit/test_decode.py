@@ -1,0 +1,145 @@
+"""Caches and decoding: token by token, in pages, forked, freed, against attention over the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import relampago as rl
+from relampago.cache import KVCache, PagedKVCache
+
+B, G, H, D, E = 3, 2, 6, 16, 24
+
+
+def tokens(n: int, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(B, n, h, d, generator=g) for h, d in ((H, D), (G, D), (G, E)))
+
+
+def caches(room: int = 64):
+    return [
+        KVCache(B, room, G, D, E, dtype=torch.float32),
+        PagedKVCache(B, 40, 8, G, D, E, dtype=torch.float32),
+        PagedKVCache(B, 10 * B, 7, G, D, E, most=10, dtype=torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": (5, 0)}, {"softcap": 3.0, "sinks": torch.randn(H)}, {"alibi_slopes": torch.rand(H)}, {"causal": False}],
+    ids=["plain", "window", "softcap-sinks", "alibi", "full"],
+)  # fmt: skip
+def test_token_by_token_equals_the_whole(which, backend, options) -> None:
+    q, k, v = tokens(40)
+    cache = caches()[which]
+    rl.attention_decode(q[:, :9], cache, k[:, :9], v[:, :9], backend=backend, **options)
+    start = 9
+    for step in (1, 1, 3, 1, 20, 5):
+        part = slice(start, start + step)
+        out, lse = rl.attention_decode(
+            q[:, part], cache, k[:, part], v[:, part], return_lse=True, backend=backend, **options
+        )
+        end = start + step
+        whole = {"causal": True, **options}
+        want = rl.attention(
+            q[:, part], k[:, :end], v[:, :end], return_lse=True, backend=backend, **whole
+        )
+        torch.testing.assert_close((out, lse), want)
+        start = end
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_lengths_per_sequence(which) -> None:
+    q, k, v = tokens(30)
+    cache = caches()[which]
+    filled = [0] * B
+    for counts in ([4, 0, 7], [0, 3, 7], [1, 1, 1], [7, 7, 0]):
+        part = [slice(f, f + 7) for f in filled]
+        new_k = torch.stack([k[b, part[b]] for b in range(B)])
+        new_v = torch.stack([v[b, part[b]] for b in range(B)])
+        cache.append(new_k, new_v, torch.tensor(counts, dtype=torch.int32))
+        filled = [f + c for f, c in zip(filled, counts, strict=True)]
+        out = rl.attention_decode(q[:, :1], cache)
+        for b in range(B):
+            got_k, got_v = cache.gather(b)
+            assert torch.equal(got_k, k[b, : filled[b]])
+            assert torch.equal(got_v, v[b, : filled[b]])
+            want = rl.attention(
+                q[b : b + 1, :1], k[b : b + 1, : filled[b]], v[b : b + 1, : filled[b]]
+            )
+            torch.testing.assert_close(out[b : b + 1], want)
+
+
+def test_an_empty_cache_gives_zero() -> None:
+    q, _, _ = tokens(2)
+    for cache in caches():
+        out, lse = rl.attention_decode(q, cache, return_lse=True)
+        assert out.abs().max() == 0
+        assert (lse == -torch.inf).all()
+
+
+def test_fork_shares_full_pages_and_copies_the_partial_one() -> None:
+    q, k, v = tokens(30)
+    cache = PagedKVCache(B, 12, 8, G, D, E, dtype=torch.float32)
+    cache.append(k[:, :21], v[:, :21], torch.tensor([21, 3, 0], dtype=torch.int32))
+    before = cache.free_pages
+    cache.fork(0, [1, 2])
+    assert cache.page_table[0, :2].tolist() == cache.page_table[1, :2].tolist()
+    assert len({int(cache.page_table[b, 2]) for b in range(B)}) == 3
+    cache.append(k[:, 21:24], v[:, 21:24] * torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1, 1))
+    for b in range(B):
+        got_k, got_v = cache.gather(b)
+        assert torch.equal(got_k[:21], k[0, :21])
+        assert torch.equal(got_v[21:], v[b, 21:24] * (b + 1))
+    cache.free([0])
+    assert torch.equal(cache.gather(1)[0][:21], k[0, :21])
+    cache.free()
+    assert cache.free_pages == 12
+    assert before <= 12
+
+
+def test_a_full_cache_refuses_and_writes_nothing() -> None:
+    _, k, v = tokens(70)
+    cache = KVCache(B, 64, G, D, E, dtype=torch.float32)
+    cache.append(k[:, :60], v[:, :60])
+    with pytest.raises(rl.InvalidInput, match="k has 5 tokens; expected at most 4: the room is 64"):
+        cache.append(k[:, 60:65], v[:, 60:65])
+    assert cache.lengths.tolist() == [60] * B
+    paged = PagedKVCache(B, 5, 8, G, D, E, dtype=torch.float32)
+    with pytest.raises(
+        rl.InvalidInput, match="tokens needs 6 more pages; expected at most the 5 unused"
+    ):
+        paged.append(k[:, :9], v[:, :9])
+    assert paged.free_pages == 5
+    narrow = PagedKVCache(B, 50, 8, G, D, E, most=2, dtype=torch.float32)
+    with pytest.raises(
+        rl.InvalidInput, match="tokens is 17; expected at most 16, the room of one sequence"
+    ):
+        narrow.reserve(17)
+
+
+def test_bad_input() -> None:
+    q, k, v = tokens(4)
+    cache = KVCache(B, 8, G, D, E, dtype=torch.float32)
+    for arguments, words in (
+        ((q, "cache"), "cache is a str; expected a KVCache or PagedKVCache"),
+        ((q, cache, k), "v_new is given without k_new"),
+        ((q[:2], cache), "k has another batch"),
+        (
+            (q, cache, k[..., :8], v),
+            r"k is \(3, 4, 2, 8\) torch.float32 cpu; expected \(3, n, 2, 16\)",
+        ),
+    ):
+        with pytest.raises(rl.InvalidInput, match=words):
+            rl.attention_decode(*arguments)
+    with pytest.raises(rl.InvalidInput, match="options hold a bias"):
+        rl.attention_decode(q, cache, bias=torch.zeros(1))
+    with pytest.raises(rl.InvalidInput, match="mask gives tables per row"):
+        rl.attention_decode(q, cache, mask=rl.Document(torch.tensor([0])))
+    with pytest.raises(rl.InvalidInput, match="counts is"):
+        cache.append(k, v, torch.tensor([1, 2]))
+    with pytest.raises(rl.InvalidInput, match="room is 0; expected a positive int"):
+        KVCache(1, 0, 1, 1)
+    assert cache.lengths.tolist() == [0] * B
