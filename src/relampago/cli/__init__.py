@@ -10,12 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from relampago.cli.bench import bench
+from relampago.cli import bench, demo, doctor, explain, matrix
 from relampago.cli.console import complain
-from relampago.cli.demo import demo
-from relampago.cli.doctor import doctor
-from relampago.cli.explain import explain
-from relampago.cli.matrix import matrix
 from relampago.errors import InvalidInput, Unsupported
 
 
@@ -38,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="FlashAttention in pure Python: exact attention in O(N) memory.",
 )
-for command in (doctor, explain, bench, matrix, demo):
+for command in (doctor.doctor, explain.explain, bench.bench, matrix.matrix, demo.demo):
     app.command()(command)
 
 

@@ -23,12 +23,14 @@ _SLICED = {"causal", "window", "scale", "softcap"}
 class Oracle:
     """Exact results of a case; what cannot be afforded is None."""
 
-    def __init__(self, case: Case, tensors: Results, options: dict[str, Any], direction: str):
+    def __init__(self, case: Case, tensors: Results, options: dict[str, Any], dout: Tensor | None):
         self.out: list[tuple[slice, Tensor]] = []
         self.gradients: Results | None = None
         double = tuple(t.double() for t in tensors)
         if _scores(case) <= WHOLE:
-            exact = contestant("reference", case, double, options, direction)
+            exact = contestant(
+                "reference", case, double, options, None if dout is None else dout.double()
+            )
             assert exact is not None
             out, *gradients = exact.call()
             self.out = [(slice(None), out)]

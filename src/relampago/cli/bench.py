@@ -128,13 +128,14 @@ def _backends(text: str | None) -> list[str]:
 def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[dict[str, Any]]:
     """All contestants of one setting: a row each, the refused ones with their reason."""
     from relampago.cli import accuracy, timing
-    from relampago.cli.contestants import SDPA, contestant
+    from relampago.cli.contestants import SDPA, contestant, gradient
     from relampago.cli.explain import torch_dtype
     from relampago.errors import Unsupported
 
     case = setting.case
     tensors, options = case.make(torch_dtype(setting.dtype), setting.device)
-    oracle = accuracy.Oracle(case, tensors, options, setting.direction)
+    dout = gradient(tensors, setting.direction)
+    oracle = accuracy.Oracle(case, tensors, options, dout)
     runners, rows = {}, []
     for name in (*names, SDPA):
         row: dict[str, Any] = {
@@ -142,7 +143,7 @@ def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[d
         }  # fmt: skip
         rows.append(row)
         try:
-            entrant = contestant(name, case, tensors, options, setting.direction)
+            entrant = contestant(name, case, tensors, options, dout)
             results = entrant.call() if entrant else None
         except Unsupported as refusal:
             row["refused"] = str(refusal).splitlines()[-1].split(name, 1)[-1].strip()

@@ -7,6 +7,7 @@ padded batch made beforehand for packed sequences. What SDPA cannot say has no c
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,8 +47,17 @@ class Contestant(NamedTuple):
     exact: bool = True
 
 
+def gradient(tensors: Results, direction: str) -> Tensor | None:
+    """The gradient of the output for a race of "both" directions, fixed; None for "forward"."""
+    if direction == "forward":
+        return None
+    q, _, v = tensors
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q)
+
+
 def contestant(
-    name: str, case: Case, tensors: Results, options: dict[str, Any], direction: str
+    name: str, case: Case, tensors: Results, options: dict[str, Any], dout: Tensor | None = None
 ) -> Contestant | None:
     """By name; None where SDPA cannot say what the case asks.
 
@@ -56,21 +66,20 @@ def contestant(
         case: the case.
         tensors: q, k and v, as `case.make` gives them.
         options: likewise.
-        direction: "forward", or "both" for forward and backward.
+        dout: gradient of the output, shaped as relampago's; None for the forward only.
     """
     if name == SDPA:
-        return _sdpa(case, tensors, options, direction)
+        return _sdpa(case, tensors, options, dout)
     attend = rl.attention_varlen if case.packed else rl.attention
-    return Contestant(
-        name, "", _timed(lambda *t: attend(*t, **options, backend=name), tensors, direction)
-    )
+    forward = functools.partial(attend, **options, backend=name)
+    return Contestant(name, "", _timed(forward, tensors, dout))
 
 
 def _timed(
-    forward: Callable[..., Tensor], tensors: Results, direction: str
+    forward: Callable[..., Tensor], tensors: Results, dout: Tensor | None
 ) -> Callable[[], Results]:
-    """A call without arguments: forward only, or with all gradients for a fixed gradient of the output."""
-    if direction == "forward":
+    """A call without arguments: forward only, or with all gradients."""
+    if dout is None:
 
         def once() -> Results:
             with torch.no_grad():
@@ -78,11 +87,6 @@ def _timed(
 
         return once
     leaves = [t.detach().requires_grad_() for t in tensors]
-    q, _, v = tensors
-    generator = torch.Generator(device=q.device).manual_seed(1)
-    dout = torch.randn(
-        (*q.shape[:-1], v.shape[-1]), generator=generator, device=q.device, dtype=q.dtype
-    )
 
     def both() -> Results:
         out = forward(*leaves)
@@ -92,12 +96,12 @@ def _timed(
 
 
 def _sdpa(
-    case: Case, tensors: Results, options: dict[str, Any], direction: str
+    case: Case, tensors: Results, options: dict[str, Any], dout: Tensor | None
 ) -> Contestant | None:
     if set(options) - _PLAIN:
         return None
     if case.packed:
-        return _padded(case, tensors, options, direction)
+        return _padded(case, tensors, options, dout)
     q, k, _ = tensors
     len_q, len_k = q.shape[1], k.shape[1]
     causal, window = options.get("causal", False), options.get("window")
@@ -109,7 +113,7 @@ def _sdpa(
         else:
             note, exact = "full causal", False
     asked = {"is_causal": causal and len_q > 1, "attn_mask": mask, "scale": options.get("scale")}
-    return Contestant(SDPA, note, _timed(_torch(asked), tensors, direction), exact=exact)
+    return Contestant(SDPA, note, _timed(_torch(asked), tensors, dout), exact=exact)
 
 
 def _torch(asked: dict[str, Any]) -> Callable[..., Tensor]:
@@ -141,15 +145,17 @@ def _band(
 
 
 def _padded(
-    case: Case, tensors: Results, options: dict[str, Any], direction: str
+    case: Case, tensors: Results, options: dict[str, Any], dout: Tensor | None
 ) -> Contestant | None:
     """Packed sequences as a padded batch. Padding keys come last: causal rows that count never see them."""
     lengths = case.len_q
     if case.len_q != case.len_k or not isinstance(lengths, tuple) or options.get("window"):
         return None
-    padded = tuple(
-        torch.nn.utils.rnn.pad_sequence(list(t.split(lengths)), batch_first=True) for t in tensors
-    )
+
+    def pad(t: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(t.split(lengths)), batch_first=True)
+
+    padded = tuple(pad(t) for t in tensors)
     causal = options.get("causal", False)
     mask = None
     if not causal:
@@ -159,7 +165,7 @@ def _padded(
     return Contestant(
         SDPA,
         "padded batch",
-        _timed(_torch(asked), padded, direction),
+        _timed(_torch(asked), padded, None if dout is None else pad(dout)),
         lambda t: torch.cat([row[:n] for row, n in zip(t, lengths, strict=True)]),
     )
 
@@ -179,7 +185,8 @@ def for_memory(
         )
     calls = []
     for one in (small, whole):
-        entrant = contestant(name, one, *one.make(torch_dtype(dtype)), direction)
+        tensors, options = one.make(torch_dtype(dtype))
+        entrant = contestant(name, one, tensors, options, gradient(tensors, direction))
         if entrant is None:
             raise rl.Unsupported(f"{name} has no counterpart of {case}")
         calls.append(entrant.call)

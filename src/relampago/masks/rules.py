@@ -38,15 +38,16 @@ class Band(NamedTuple):
 
 def visible(q, k, offset, left, right, prefix):
     """Whether row q sees key k, tables aside (they are one more comparison on k)."""
-    distance = k - q - offset
-    seen = distance == distance
-    if left is not None:
-        seen = seen & (distance >= -left)
-    if right is not None:
-        ahead = distance <= right
+    seen = k >= 0
+    if (
+        right is not None
+    ):  # bounds are added to q, which is small; a causal tile costs one comparison
+        seen = k <= q + (offset + right)
         if prefix is not None:
-            ahead = ahead | (k < prefix)
-        seen = seen & ahead
+            seen = seen | (k < prefix)
+    if left is not None:
+        near = k >= q + (offset - left)
+        seen = near if right is None else seen & near
     return seen
 
 

@@ -34,7 +34,10 @@ class Cpu:
         return first_match(("cpu",), f"cpu.{p.direction}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():  # threads and their buffers know no inference mode
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # threads and their buffers know no inference mode
             return forward(x, plan)
 
     def backward(

@@ -7,6 +7,7 @@ l positions of a tile, n keys of a panel, D and E head dims.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -184,18 +185,36 @@ class Tile:
         if panel.pattern is not None:
             grid.masked_fill_(~panel.pattern[:, None], -math.inf)
         for a, b in panel.edges:
-            grid[..., a:b].masked_fill_(~self.seen(panel, a, b), -math.inf)
+            self.hide(grid, panel, a, b)
         return s
 
-    def seen(self, panel: Panel, a: int, b: int) -> Tensor:
-        """What the band shows of a panel's columns a..b: bool [l, 1, n]."""
-        band = self.slab.band
+    def hide(self, grid: Tensor, panel: Panel, a: int, b: int) -> None:
+        """Set what the band hides in columns a..b of a panel's scores [g, l, R, n] to -inf."""
+        band, table = self.slab.band, self.tables(self.slab.band)
+        part = grid[..., a:b]
+        if (
+            table is None
+            and band.prefix is None
+            and self.group == 1
+            and isinstance(panel.keys, slice)
+        ):
+            # Triangles cost a tenth of masked_fill_: zero the hidden ones, so that none is inf or NaN, and add -inf.
+            shift = self.p0 + band.offset - panel.keys.start - a
+            low = None if band.left is None else shift - band.left
+            high = None if band.right is None else shift + band.right
+            square = part[:, :, 0]
+            if high is not None:
+                square.tril_(high)
+            if low is not None:
+                square.triu_(low)
+            square.add_(triangle(part.shape[1], b - a, low, high, grid.dtype))
+            return
         row, key = self.row(), columns(panel)[a:b]
         seen = visible(row, key, band.offset, band.left, band.right, band.prefix)
-        if (table := self.tables(band)) is not None:
+        if table is not None:
             row_start, row_end = table
             seen = seen & (key >= row_start.view(-1, 1, 1)) & (key < row_end.view(-1, 1, 1))
-        return seen
+        part.masked_fill_(~seen, -math.inf)
 
     def row(self) -> Tensor:
         """Row numbers [l, 1, 1]."""
@@ -269,6 +288,17 @@ class Tile:
         part = sinks.unflatten(0, (-1, self.slab.x.group))[h.g0 : h.g1, h.r0 : h.r1]  # [g, R]
         rows = part[:, None].expand(*self.shape).reshape(self.g, -1, 1).to(self.slab.dtype)
         return rows * LOG2E if self.slab.base2 else rows
+
+
+@functools.lru_cache(maxsize=16)
+def triangle(rows: int, cols: int, low: int | None, high: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where low <= col - row <= high, else -inf; neighbouring tiles share a few of these."""
+    hidden = torch.zeros(rows, cols, dtype=torch.bool)
+    if high is not None:
+        hidden |= torch.ones(rows, cols, dtype=torch.bool).triu_(high + 1)
+    if low is not None:
+        hidden |= torch.ones(rows, cols, dtype=torch.bool).tril_(low - 1)
+    return torch.zeros(rows, cols, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
 def columns(panel: Panel) -> Tensor:

@@ -36,13 +36,18 @@ def demo(
     parts.append(
         (f"{len(parts) + 1}  The cost of length", lambda: _sweep(device, quick, out, chip))
     )
-    found = []
+    found, took = [], []
     for title, part in parts:
         console.rule(f"[bold]{title}", align="left", style="dim")
+        begun = time.perf_counter()
         found.append(part())
+        took.append(time.perf_counter() - begun)
         if found[-1].holds is None:
             console.print(Text(f"left out: {found[-1].said}", style="yellow"))
-    console.print(_summary(found, out, time.perf_counter() - started))
+    parts_took = " + ".join(f"{seconds:.0f}" for seconds in took)
+    console.print(
+        _summary(found, out, f"{time.perf_counter() - started:.0f} s in all ({parts_took})")
+    )
     if any(finding.holds is False for finding in found):
         raise typer.Exit(1)
 
@@ -70,7 +75,7 @@ def _sweep(device: str, quick: bool, out: Path, chip: str) -> Finding:
     return Finding("length", sweep.gains(points), True)
 
 
-def _summary(found: list[Finding], out: Path, took: float) -> Panel:
+def _summary(found: list[Finding], out: Path, took: str) -> Panel:
     text = Text()
     signs = {True: ("✓ ", "green"), False: ("✗ ", "red"), None: ("- ", "yellow")}
     for finding in found:
@@ -78,5 +83,5 @@ def _summary(found: list[Finding], out: Path, took: float) -> Panel:
         text.append(f"{finding.title:8}", style="bold")
         text.append(f" {finding.said}\n")
     files = sorted(path for path in (out / "attention.png", out / "sweep.json") if path.exists())
-    text.append(f"\nfiles: {', '.join(map(str, files))}\n{took:.0f} s in all", style="dim")
+    text.append(f"\nfiles: {', '.join(map(str, files))}\n{took}", style="dim")
     return Panel(text, title="what this showed", title_align="left", border_style="bright_black")

@@ -2,8 +2,8 @@
 
 Exact is the same model in fp64. Two fp32 computations of the same thing in another order never agree to the last bit;
 what they may differ by is measured here and not guessed: standard attention's own distance from exact is the yardstick.
-The rule is that of the test suite (tests/budget.py): twice standard's in the root mean square, four times in the largest
-entry, which chance moves more, plus one rounding of the largest entry.
+The rule is that of the test suite (tests/budget.py): twice standard's in the root mean square, four times in the
+largest entry, which chance moves more, plus one rounding of the largest entry.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _time(
     calls = {m: _call(m, length, device) for m in methods}
     quick = {m: call for m, call in calls.items() if m not in slow}
     slowest = max((expected[m] for m in quick), default=0.0)
-    repeats = 7 if slowest < 0.3 else 3
+    repeats = 7 if slowest < 0.3 else 3 if slowest < 3.0 else 2
     timed = timing.alternate(quick, device=device, repeats=repeats, warm=slowest < 1.0)
     timed |= timing.alternate({m: calls[m] for m in slow}, device=device, repeats=1, warm=False)
     for method, timing_ in timed.items():

@@ -1,0 +1,3 @@
+"""The one contract suite, on the device."""
+
+from test_contract import test_contract  # noqa: F401

@@ -1,0 +1,187 @@
+"""What only a device can show: graphs, streams, compiled code, offsets beyond 32 bits, repeatability."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from budget import check
+from oracle import dense, run
+
+import relampago as rl
+from relampago.cache import KVCache, PagedKVCache
+from relampago.plan import Plan
+
+
+def make(batch=2, length=512, heads=8, kv=2, dim=64, dtype=torch.bfloat16, grad=False):
+    shapes = ((batch, length, heads, dim), (batch, length, kv, dim), (batch, length, kv, dim))
+    return tuple(torch.randn(s, dtype=dtype, device="cuda", requires_grad=grad) for s in shapes)
+
+
+def judge(name, tensors, options, dtype, **more):
+    """The error budget for one call."""
+
+    def call(t, o):
+        return rl.attention(*t, **o, **more, return_lse=True)
+
+    got = run(call, tensors, options, dtype)
+    standard = run(lambda t, o: dense(t, o, dtype), tensors, options, dtype)
+    oracle = run(lambda t, o: dense(t, o, torch.float64), tensors, options, torch.float64)
+    check(name, got, standard, oracle, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("length", [77, 1000, 1537])
+def test_sizes_that_models_use(dim, length, dtype) -> None:
+    judge(f"d{dim} {length}", make(1, length, 4, 2, dim, dtype), {"causal": True}, dtype)
+
+
+def test_head_dim_32_with_64_by_128_tiles_and_two_stages() -> None:
+    """Reported to be an illegal access with Triton 3.6.0 on Hopper."""
+    plan = Plan(block_q=64, block_k=128, stages=2)
+    with rl.using(plan=plan, backend="triton"):
+        judge("reported", make(2, 1024, 4, 4, 32), {"causal": True}, torch.bfloat16)
+    torch.cuda.synchronize()
+
+
+def test_graph_of_forward_and_backward() -> None:
+    q, k, v = make(grad=True)
+    dout = torch.randn_like(q)
+
+    def step():
+        out = rl.attention(q, k, v, causal=True)
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    want = [t.clone() for t in step()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for t in got:
+        t.detach().fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert torch.equal(want[0], got[0])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_graph_of_decoding_follows_the_lengths(paged) -> None:
+    kinds = {"dtype": torch.bfloat16, "device": "cuda"}
+    cache = PagedKVCache(2, 64, 16, 2, 64, **kinds) if paged else KVCache(2, 512, 2, 64, **kinds)
+    if paged:
+        cache.reserve(256)
+    q, k, v = make(2, 200)
+    cache.append(k[:, :100], v[:, :100])
+    step = [torch.empty_like(t[:, :1]) for t in (q, k, v)]
+
+    def run_step():
+        return rl.attention_decode(step[0], cache, step[1], step[2])
+
+    for t, source in zip(step, (q, k, v), strict=True):
+        t.copy_(source[:, 100:101])
+    run_step()  # warm, position 100
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run_step()
+    for i in range(101, 140):
+        for t, source in zip(step, (q, k, v), strict=True):
+            t.copy_(source[:, i : i + 1])
+        graph.replay()
+        want = rl.attention(q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1], causal=True)
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    assert cache.lengths.tolist() == [140, 140]
+
+
+def test_two_streams_at_once() -> None:
+    problems = [make(1, 2048, 8, 8, 64) for _ in range(4)]
+    want = [rl.attention(*p, causal=True) for p in problems]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(10):
+        got = []
+        for stream, p in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(rl.attention(*p, causal=True))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    q, k, v = make(grad=True)
+    dout = torch.randn_like(q)
+
+    def fn(q, k, v):
+        return rl.attention(q * 1.5, k, v, causal=True, softcap=20.0).sin()
+
+    want = torch.autograd.grad(fn(q, k, v), (q, k, v), dout)
+    got = torch.autograd.grad(torch.compile(fn, fullgraph=True)(q, k, v), (q, k, v), dout)
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """Rows of a fused QKV buffer whose stride times length passes 2^31 elements."""
+    length, width = 40_000, 60_000  # 2.4e9 elements, 4.8 GB
+    fused = torch.zeros(1, length, width, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (fused[..., n * 128 : (n + 1) * 128].unflatten(-1, (2, 64)) for n in range(3))
+    for t in (q, k, v):
+        t.copy_(torch.randn(1, length, 2, 64, device="cuda"))
+    leaves = [t.requires_grad_() for t in (q.detach(), k.detach(), v.detach())]
+    out = rl.attention(*leaves, causal=True)
+    dense_leaves = [t.detach().contiguous().requires_grad_() for t in leaves]
+    want = rl.attention(*dense_leaves, causal=True)
+    assert torch.equal(out, want)
+    dout = torch.randn_like(want)
+    for a, b in zip(
+        torch.autograd.grad(out, leaves, dout),
+        torch.autograd.grad(want, dense_leaves, dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}], ids=["causal", "window"])
+def test_deterministic_is_bit_for_bit(options) -> None:
+    q, k, v = make(2, 1500, 8, 2, 64, grad=True)
+    dout = torch.randn_like(q)
+
+    def grads():
+        out = rl.attention(q, k, v, causal=True, deterministic=True, **options)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    first = grads()
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, grads(), strict=True))
+
+
+def test_memory_is_linear() -> None:
+    peaks = []
+    for length in (8192, 16384, 32768):
+        q, k, v = make(1, length, 8, 8, 64, grad=True)
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        rl.attention(q, k, v, causal=True).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - base)
+    assert peaks[2] < 2.2 * peaks[1] < 2.2 * 2.2 * peaks[0]
+
+
+def test_strides_without_a_contiguous_last_dimension_are_copied() -> None:
+    q, k, v = (t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in make(1, 100))
+    want = rl.attention(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
+    torch.testing.assert_close(rl.attention(q, k, v, causal=True), want)
+
+
+def test_bad_cu_seqlens_stay_inside_the_tensors() -> None:
+    """The device cannot be asked without waiting; kernels clamp instead of reading beyond."""
+    q, k, v = (t[0] for t in make(1, 100))
+    cu = torch.tensor([0, 60, 5000], dtype=torch.int32, device="cuda")
+    rl.attention_varlen(q, k, v, cu, cu, 100, 100, causal=True)
+    torch.cuda.synchronize()

@@ -1,0 +1,166 @@
+"""Flash decoding on tiny problems, run by `test_decode_interpreter.py` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_decode_interpreter.py"
+
+from budget import check
+from interpreter import exact
+
+import relampago as rl
+from relampago.api import Options, prepare
+from relampago.backends.reference import attend
+from relampago.backends.triton.decode import applies, decode
+from relampago.cache import KVCache, PagedKVCache
+from relampago.op import arrays_of, problem_of
+from relampago.plan import Plan
+
+exact.patch()
+torch.set_num_threads(1)
+
+B, G, H, D, E = 3, 2, 6, 16, 24
+LENGTHS = (37, 0, 48)
+PLAN = Plan(block_q=64, block_k=16)
+OPTIONS = {
+    "plain": {},
+    "full": {"causal": False},
+    "window": {"window": (9, 0)},
+    "prefix": {"mask": rl.Prefix(3)},
+    "softcap-sinks": {"softcap": 3.0, "sinks": torch.linspace(-2, 2, H)},
+    "alibi": {"alibi_slopes": torch.linspace(0.1, 1, H)},
+    "scale": {"scale": -0.3},
+}
+
+
+def filled(kind: str, dtype: torch.dtype, dim: int = D, dim_v: int = E):
+    """A cache of this kind whose unfilled room is poisoned, and whose sequences have LENGTHS."""
+    if kind == "cache":
+        cache = KVCache(B, 53, G, dim, dim_v, dtype=dtype)
+    else:
+        page = int(kind.removeprefix("page"))
+        cache = PagedKVCache(B, 150 // page + B, page, G, dim, dim_v, most=64 // page, dtype=dtype)
+    g = torch.Generator().manual_seed(1)
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    k, v = (torch.randn(B, 48, G, d, generator=g).to(dtype) for d in (dim, dim_v))
+    counts = torch.tensor(LENGTHS, dtype=torch.int32)
+    if isinstance(cache, PagedKVCache):
+        cache.reserve(48)
+        cache.page_table[0, -(-LENGTHS[0] // cache.page) :] = 10**6  # beyond the length: never read
+        cache.page_table[1] = -5
+        page = cache.page
+        for b, n in enumerate(LENGTHS):
+            for j in range(n):
+                cache.k[cache.page_table[b, j // page], j % page] = k[b, j]
+                cache.v[cache.page_table[b, j // page], j % page] = v[b, j]
+    else:
+        for b, n in enumerate(LENGTHS):
+            cache.k[b, :n], cache.v[b, :n] = k[b, :n], v[b, :n]
+    cache.lengths.copy_(counts)
+    return cache
+
+
+def arrays(kind: str, rows: int, dtype: torch.dtype, dims=(D, E), **options):
+    """A call as the kernel gets it."""
+    q = torch.randn(B, rows, H, dims[0], generator=torch.Generator().manual_seed(2)).to(dtype)
+    options = {"causal": True, **options}
+    if kind == "dense":
+        g = torch.Generator().manual_seed(3)
+        k, v = (torch.randn(B, 48, G, d, generator=g).to(dtype) for d in dims)
+        call = prepare(q, k, v, Options(**options))
+    else:
+        cache = filled(kind, dtype, *dims)
+        call = prepare(q, cache.k, cache.v, Options(**options), cache=cache)
+    assert applies(problem_of(call))
+    return arrays_of(call)
+
+
+def agree(x, dtype: torch.dtype, splits: int, plan: Plan = PLAN) -> None:
+    got = dict(zip(("out", "lse"), decode(x, plan, splits=splits), strict=True))
+    standard, oracle = (
+        dict(zip(("out", "lse"), attend(x, kind), strict=True)) for kind in (dtype, torch.float64)
+    )
+    check("decode", got, standard, oracle, dtype)
+    if x.lens_k is not None and x.sinks is None:
+        assert (got["out"][1] == 0).all()
+        assert (got["lse"][1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["dense", "cache", "page16", "page32", "page8", "page7"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_keys_wherever_they_lie(kind, rows, splits) -> None:
+    agree(arrays(kind, rows, torch.float32), torch.float32, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["dense", "cache", "page7"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(kind, name, splits) -> None:
+    for rows in (1, 5):
+        agree(arrays(kind, rows, torch.float32, **OPTIONS[name]), torch.float32, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_half(dtype, splits) -> None:
+    for kind in ("cache", "page16"):
+        agree(arrays(kind, 2, dtype), dtype, splits)
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (40, 72), (80, 48)])
+def test_dims(dims) -> None:
+    for splits in (1, 2):
+        agree(arrays("page7", 1, torch.float32, dims), torch.float32, splits)
+
+
+def test_more_rows_than_a_tile() -> None:
+    """13 queries of 3 heads are 39 rows: three tiles of 16, the last one not full."""
+    for kind, splits in (("cache", 1), ("page16", 2)):
+        agree(arrays(kind, 13, torch.float32), torch.float32, splits, Plan(block_q=16, block_k=16))
+
+
+def test_dense_masks_and_biases() -> None:
+    g = torch.Generator().manual_seed(4)
+    bias = torch.randn(1, H, 1, 48, generator=g)
+    mask = torch.rand(B, 1, 3, 48, generator=g) < 0.5
+    for splits in (1, 2):
+        for options in ({"bias": bias}, {"mask": mask}, {"bias": bias, "causal": False}):
+            agree(arrays("dense", 3, torch.float32, **options), torch.float32, splits)
+
+
+def test_documents() -> None:
+    starts = torch.tensor([0, 20, 46])
+    for splits in (1, 2):
+        x = arrays("dense", 5, torch.float32, mask=rl.Document(starts))
+        agree(x, torch.float32, splits)
+
+
+def test_a_bias_of_the_least_number_keeps_its_weights() -> None:
+    """LSE cannot carry the log of the sum beside finfo.min; the parts' maxima and sums can."""
+    bias = torch.full((1, 1, 1, 48), torch.finfo(torch.float32).min)
+    x = arrays("dense", 1, torch.float32, bias=bias)
+    one, many = decode(x, PLAN, splits=1), decode(x, PLAN, splits=3)
+    torch.testing.assert_close(many, one)
+
+
+def test_the_last_tile_is_masked_only_where_needed() -> None:
+    """48 keys of a dense tensor in tiles of 16: nothing is masked, and nothing differs."""
+    plan = Plan(block_q=16, block_k=32)
+    x = arrays("dense", 1, torch.float32)
+    torch.testing.assert_close(decode(x, plan, splits=1), decode(x, PLAN, splits=1))
+
+
+def test_views_of_a_fused_tensor() -> None:
+    """Any strides: (B, heads, length, dim) seen as (B, length, heads, dim), and a slice of fused k and v."""
+    x = arrays("dense", 2, torch.float32)
+    want = decode(x, PLAN, splits=2)
+    fused = torch.cat([x.k, x.v], -1)
+    x.q = x.q.transpose(1, 2).contiguous().transpose(1, 2)
+    x.k, x.v = fused[..., :D], fused[..., D:]
+    torch.testing.assert_close(decode(x, PLAN, splits=2), want)

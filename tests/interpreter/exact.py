@@ -1,0 +1,48 @@
+"""Triton's interpreter, made exact: bf16 as hardware has it, and products that do not depend on their layout.
+
+As shipped (3.6 to 3.9) it multiplies bf16 as raw integers, cuts instead of rounding, and lets BLAS sum K·Qᵀ in another
+order than Q·Kᵀ, which no GPU does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def wide(x) -> np.ndarray:
+    """The values of a tile, as fp64."""
+    if x.dtype.scalar == tl.bfloat16:
+        return (x.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return x.data.astype(np.float64)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """fp32 as the bits of the nearest bf16, ties to even."""
+    bits = x.view(np.uint32)
+    up = ((bits >> 16) & 1) + np.uint32(0x7FFF)
+    return np.where(np.isnan(x), 0x7FC0, (bits + up) >> 16).astype(np.uint16)
+
+
+def patch() -> None:
+    """Change the interpreter of this process."""
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        product = np.matmul(wide(a), wide(b)) + d.data
+        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.bfloat16 and target == tl.float32:
+            return interpreter.TensorHandle(wide(src).astype(np.float32), target)
+        if source == tl.float32 and target == tl.bfloat16:
+            return interpreter.TensorHandle(rounded(src.data), target)
+        return cast(self, src, dst_type)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+        tensor = interpreter.tl.tensor
+        tensor.__index__ = lambda self: int(self.handle.data.reshape(()).item())

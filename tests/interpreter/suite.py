@@ -1,0 +1,170 @@
+"""The contract suite's cases on the Triton kernels, run by `test_interpreter.py` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
+
+from budget import check
+from contract.test_contract import call
+from interpreter import exact
+from oracle import dense, run
+
+import relampago as rl
+from relampago import dropout
+from relampago.api import Options, Packing, prepare
+from relampago.backends.triton import backward, forward
+from relampago.cases import CONTRACT, find
+from relampago.op import arrays_of
+from relampago.plan import Plan
+from relampago.problem import Saved, Wanted
+
+exact.patch()
+torch.set_num_threads(1)
+
+SLOW = ("causal-long", "odd-lengths", "dropout-causal", "mask-function", "one-query", "window")
+HALF = (
+    "causal", "gqa", "dim-40-v-72", "dim-192-v-128", "user-mod", "bias", "bias-finfo-min", "sinks",
+    "dropout", "packed-cross", "documents", "prefix-window",
+)  # fmt: skip
+FUSED = ("gqa", "packed-cross", "bias-row", "user-mod", "block-sparse", "dropout", "dim-40-v-72")
+
+
+def agree(case, dtype, **options) -> None:
+    tensors, settings = case.make(dtype)
+    got = run(lambda t, o: call(t, {**o, "backend": "triton", **options}), tensors, settings, dtype)
+    standard = run(lambda t, o: dense(t, o, dtype), tensors, settings, dtype)
+    oracle = run(lambda t, o: dense(t, o, torch.float64), tensors, settings, torch.float64)
+    check(f"triton {case.name}", got, standard, oracle, dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in CONTRACT if c.name not in SLOW], ids=lambda c: c.name)
+def test_fp32(case) -> None:
+    agree(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", HALF)
+def test_half(name, dtype) -> None:
+    agree(find(name), dtype)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused(name) -> None:
+    with rl.using(plan=Plan(block_q=32, block_k=32, fused=1)):
+        agree(find(name), torch.float32)
+
+
+def lowered(case, dtype=torch.float32):
+    """A case's arrays, as a backend gets them."""
+    tensors, options = case.make(dtype)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    packing = None
+    if "cu_seqlens_q" in options:
+        packing = Packing(*(options.pop(n) for n in names))
+    return arrays_of(prepare(*tensors, Options(**options), packing=packing))
+
+
+PLAN = Plan(block_q=32, block_k=32)
+
+
+def test_rows_and_keys_of_no_sequence() -> None:
+    """Beyond cu_seqlens' end: out 0, LSE -inf, gradients 0, whatever lies there."""
+    x = lowered(find("packed"))
+    pad = 70
+    wide = [torch.cat([t, torch.full((pad, *t.shape[1:]), 3.0)]) for t in (x.q, x.k, x.v)]
+    x.q, x.k, x.v = wide
+    out, lse = forward.forward(x, PLAN)
+    assert (out[-pad:] == 0).all()
+    assert (lse[:, -pad:] == -torch.inf).all()
+    for fused in (0, 1):
+        plan = Plan(block_q=32, block_k=32, fused=fused)
+        grads = backward.backward(
+            x, plan, PLAN, Saved(out, lse), torch.ones_like(out), None, Wanted(), False
+        )
+        for grad in grads[:3]:
+            assert grad[:-pad].any()
+            assert (grad[-pad:] == 0).all()
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["cache", "paged"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_keys_in_a_cache(paged, ragged) -> None:
+    """Each sequence equals attention on its own keys."""
+    torch.manual_seed(0)
+    lens, rows, page = [37, 5, 0], [4, 9, 2] if ragged else [6, 6, 6], 8
+    lens_k = torch.tensor(lens, dtype=torch.int32)
+    k, v = (torch.randn(3, 48, 2, d) for d in (32, 16))
+    q = torch.randn(sum(rows), 4, 32)
+    x = lowered(find("causal"))
+    x.k, x.v, x.lens_k, x.len_q, x.len_k = k, v, lens_k, max(rows), 48
+    x.q = q if ragged else q.unflatten(0, (3, 6))
+    if ragged:
+        x.cu_q = torch.tensor([0, *rows]).cumsum(0).int()
+    if paged:
+        order = torch.randperm(3 * 6)
+        x.page_table = order.argsort().int().view(3, 6)
+        x.k, x.v = (t.reshape(18, page, 2, -1)[order].contiguous() for t in (k, v))
+    x.scale, x.band = 0.2, x.band._replace(offset=0, right=0)
+    out, lse = forward.forward(x, PLAN)
+    first = 0
+    for b, (n, m) in enumerate(zip(rows, lens, strict=True)):
+        part = slice(first, first + n)
+        want, want_lse = rl.attention(
+            q[None, part], k[b : b + 1, :m], v[b : b + 1, :m], causal=True, scale=0.2,
+            return_lse=True, backend="reference",
+        )  # fmt: skip
+        got, got_lse = (out[part], lse[:, part]) if ragged else (out[b], lse[b])
+        torch.testing.assert_close(got, want[0], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(got_lse, want_lse[0], atol=2e-6, rtol=1e-5)
+        first += n
+
+
+def test_dropout_bits() -> None:
+    """The kernel drops what `dropout.kept` says: with v the identity, out shows which weights stayed."""
+    x = lowered(find("dropout"))
+    x.q, x.k = torch.zeros(2, 40, 4, 16), torch.zeros(2, 48, 2, 16)
+    x.v = torch.eye(48)[None, :, None].expand(2, 48, 2, 48).contiguous()
+    x.len_q, x.len_k, x.seed = 40, 48, torch.tensor(-(2**35) + 11)
+    out, _ = forward.forward(x, PLAN)
+    stream = torch.arange(8).view(2, 1, 4, 1)
+    row, key = torch.arange(40).view(1, -1, 1, 1), torch.arange(48).view(1, 1, 1, -1)
+    assert torch.equal(out > 0, dropout.kept(x.seed, stream, row, key, x.dropout_p))
+
+
+def test_lengths_are_clamped() -> None:
+    """Lengths beyond the tensors read nothing outside of them."""
+    x = lowered(find("packed"))
+    x.cu_q, x.cu_k = x.cu_q + 1000, x.cu_k + 1000
+    out, _ = forward.forward(x, PLAN)
+    assert out.shape[0] == x.q.shape[0]
+
+
+def test_a_mod_without_source_is_refused() -> None:
+    q = torch.randn(1, 8, 1, 16)
+    mod = rl.ScoreMod(lambda s, q, k, head, args, math: s)
+    with pytest.raises(rl.Unsupported, match="lambda"):
+        rl.attention(q, q, q, score_mod=mod, backend="triton")
+
+
+def _twice(score, q, k, head, args, math):
+    return score * 2.0
+
+
+def test_a_mod_without_arguments() -> None:
+    q = torch.randn(1, 24, 2, 16)
+    got = rl.attention(q, q, q, score_mod=rl.ScoreMod(_twice), backend="triton")
+    want = rl.attention(q, q, q, scale=0.5, backend="reference")
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_odd_scales(scale) -> None:
+    q, k, v = torch.randn(3, 1, 24, 2, 16)
+    got = rl.attention(q, k, v, scale=scale, causal=True, backend="triton")
+    want = rl.attention(q, k, v, scale=scale, causal=True, backend="reference")
+    torch.testing.assert_close(got, want)
