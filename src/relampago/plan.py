@@ -26,6 +26,7 @@ class Plan:
         block_k: keys of a key tile.
         warps: warps of a block (GPU).
         stages: depth of the software pipeline (GPU).
+        tma: 1 to load keys and values by TMA where they lie dense (sm90 and newer).
         fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
     """
 
@@ -33,11 +34,12 @@ class Plan:
     block_k: int
     warps: int = 4
     stages: int = 2
+    tma: int = 0
     fused: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name == "fused" else 1
+            least = 0 if name in ("tma", "fused") else 1
             if not isinstance(value, int) or value < least:
                 raise InvalidInput(
                     f"plan: {name} is {value!r}; expected an int of at least {least}"

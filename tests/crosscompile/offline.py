@@ -50,11 +50,13 @@ class Built:
 class Recorder:
     """Stands for `forward.launch`: compiles, records, launches nothing."""
 
-    def __init__(self, arch: str) -> None:
-        self.arch = arch
+    def __init__(self, arch: str, only: str | None = None) -> None:
+        self.arch, self.only = arch, only
         self.built: list[Built] = []
 
     def __call__(self, kernel: Any, grid: int, plan: Any, *args: Any) -> None:
+        if self.only not in (None, kernel.fn.__name__):
+            return
         before = driver._active
         driver.set_active(Pretended(self.arch))
         try:

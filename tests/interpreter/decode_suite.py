@@ -30,7 +30,7 @@ OPTIONS = {
     "plain": {},
     "full": {"causal": False},
     "window": {"window": (9, 0)},
-    "prefix": {"mask": rl.Prefix(3)},
+    "prefix": {"mask": rl.Prefix(30), "causal": False},
     "softcap-sinks": {"softcap": 3.0, "sinks": torch.linspace(-2, 2, H)},
     "alibi": {"alibi_slopes": torch.linspace(0.1, 1, H)},
     "scale": {"scale": -0.3},

@@ -146,6 +146,8 @@ def test_bench_says_why_a_backend_does_not_take_part(monkeypatch: pytest.MonkeyP
         (("--backends", "nobody"), "'nobody'"),
         (("--dtype", "int8"), "'int8'"),
         (("--direction", "sideways"), "'sideways'"),
+        (("--direction", ""), "--direction has ''"),
+        (("--device", "abacus"), "'abacus'"),
     ],
 )
 def test_bench_refuses(arguments: tuple[str, ...], said: str) -> None:

@@ -53,8 +53,11 @@ def bench(
 ) -> None:
     """Race backends against torch's SDPA: time, peak memory and error of each."""
     from relampago.cli import machine
+    from relampago.errors import InvalidInput
 
     where = device or machine.best_device()
+    if where not in ("cpu", machine.best_device()):
+        raise InvalidInput(f"--device is {where!r}; expected cpu, or cuda where there is a GPU")
     races = [
         Setting(one, kind, way, where, repeats, budget, memory)
         for one in _cases(case)
@@ -97,7 +100,7 @@ def _words(text: str, known: tuple[str, ...], option: str) -> list[str]:
     from relampago.errors import InvalidInput
 
     words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
+    for word in words or [""]:
         if word not in known:
             raise InvalidInput(f"--{option} has {word!r}; expected some of {', '.join(known)}")
     return words

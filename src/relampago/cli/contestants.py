@@ -118,9 +118,9 @@ def _sdpa(
 
 def _torch(asked: dict[str, Any]) -> Callable[..., Tensor]:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (t.transpose(1, 2) for t in (q, k, v))
         shared = q.shape[2] != k.shape[2]
-        out = F.scaled_dot_product_attention(*heads_first, **asked, enable_gqa=shared)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, **asked, enable_gqa=shared)
         return out.transpose(1, 2)
 
     return forward

@@ -59,14 +59,18 @@ class Triton:
         )
 
     def plan(self, p: Problem) -> Plan:
+        from relampago.backends.triton.decode import applies
+
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
+        kernel = "decode" if applies(p) else kernel
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        from relampago.backends.triton.decode import applies, decode
         from relampago.backends.triton.forward import forward
 
         with _on(x.q.device):
-            return forward(x, plan)
+            return decode(x, plan) if applies(p) else forward(x, plan)
 
     def backward(
         self,
@@ -98,6 +102,9 @@ class Triton:
             return f"knows bf16, fp16 and fp32, got {p.dtype}"
         if p.dim > 576 or (p.dim > 512 and p.dim_v > 512) or p.dim_v > 512:
             return f"head dim {max(p.dim, p.dim_v)} > 512"
+        wide = p.dtype == "fp32" and p.dim > 512 and p.direction == "backward"
+        if wide and p.device.kind == "cuda" and p.device.shared_memory < 104 * 1024:
+            return f"fp32 gradients of head dim {p.dim} need 104 KiB of shared memory"
         return None
 
     def _refuse_mods(self, p: Problem) -> str | None:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from relampago import dropout
 from relampago.backends.triton.tile import plain
@@ -127,6 +128,16 @@ class Sparse(NamedTuple):
     block_k: int
 
 
+class Boxes(NamedTuple):
+    """TMA descriptors of keys and values, in the two parts of their head dims; None: plain loads."""
+
+    k1: Any = None
+    k2: Any = None
+    v1: Any = None
+    v2: Any = None
+
+
+NO_BOXES = Boxes()
 NO_LAY = Lay()
 NO_EXTRA = Extra()
 
@@ -190,6 +201,28 @@ def band_of(band: Facts) -> Band:
     start, end = start.contiguous(), end.contiguous()
     stride = start.shape[1] if start.shape[0] > 1 else 0
     return Band(band.offset, band.left, band.right, band.prefix, start, end, stride)
+
+
+def boxes_of(x: Arrays, k: Tensor, v: Tensor, block_k: int) -> Boxes:
+    """Descriptors where keys lie dense and TMA can address them; rows beyond the last read as 0."""
+    if x.cu_k is not None or x.lens_k is not None or x.blocks is not None:
+        return NO_BOXES
+    if not (_addressable(k) and _addressable(v)):
+        return NO_BOXES
+    found = []
+    for t in (k, v):
+        for width in split(t.shape[-1]):
+            block = [1, block_k, 1, width]
+            found.append(
+                TensorDescriptor(t, list(t.shape), list(t.stride()), block) if width else None
+            )
+    return Boxes(*found)
+
+
+def _addressable(t: Tensor) -> bool:
+    """Whether TMA can: 16-byte steps from a 16-byte address."""
+    step = 16 // t.element_size()
+    return t.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in t.stride()[:-1])
 
 
 def part_of(t: Tensor) -> Part:

@@ -43,29 +43,32 @@ from relampago.problem import Arrays
 
 @triton.jit
 def products(
-    q1, q2, k, lay, size, sk, b, k0, k_limit, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q1, q2, k, box1, box2, lay, sk, b, g, k0, k_limit, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q · kᵀ for the keys from k0 on, unscaled: [BQ, BK]."""
-    k1 = load_keys(k, lay, size, b, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
+    k1 = load_keys(k, box1, lay, b, g, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
     s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
     if D2 > 0:
-        k2 = load_keys(k, lay, size, b, k0, k_limit, sk, D, D1, D2, BK, MASKED)
+        k2 = load_keys(k, box2, lay, b, g, k0, k_limit, sk, D, D1, D2, BK, MASKED)
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
     return s
 
 
 @triton.jit
 def step(
-    acc1, acc2, l, m, q1, q2, k, v, b, head, k0, rows, q_end, k_limit, offset, factor, size, lay,
-    sk, sv, band, extra, sparse, q_base, k_base, which,
+    acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, k_limit, offset, factor, size,
+    lay, sk, sv, band, extra, sparse, q_base, k_base, which,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1, lines 8 to 10: one tile of keys."""
     keys = k0 + tl.arange(0, BK)[None, :]
-    s = products(q1, q2, k, lay, size, sk, b, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION)
+    g = head // size.group
+    s = products(
+        q1, q2, k, box.k1, box.k2, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION
+    )
     s = scores(
         s, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED
     )  # line 8
@@ -87,11 +90,11 @@ def step(
         p = tl.where(kept(extra, size, b, head, rows, keys), p, 0.0)
     acc1 = acc1 * alpha[:, None]
     p = p.to(v.dtype.element_ty)
-    v1 = load_keys(v, lay, size, b, k0, k_limit, sv, E, 0, E1, BK, MASKED)  # [BK, E1]
+    v1 = load_keys(v, box.v1, lay, b, g, k0, k_limit, sv, E, 0, E1, BK, MASKED)  # [BK, E1]
     acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)  # line 10
     if E2 > 0:
         acc2 = acc2 * alpha[:, None]
-        v2 = load_keys(v, lay, size, b, k0, k_limit, sv, E, E1, E2, BK, MASKED)
+        v2 = load_keys(v, box.v2, lay, b, g, k0, k_limit, sv, E, E1, E2, BK, MASKED)
         acc2 = tl.dot(p, v2, acc2, input_precision=PRECISION)
     return acc1, acc2, l, m_new
 
@@ -133,7 +136,7 @@ def query_tile(size, sparse, tile, len_q, BQ: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def attend(
-    q, k, v, out, lse, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
+    q, k, v, box, out, lse, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -167,15 +170,15 @@ def attend(
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         for k0 in tl.range(full, full_end, BK):  # line 6, without masks
             acc1, acc2, l, m = step(
-                acc1, acc2, l, m, q1, q2, k, v, b, head, k0, rows, q_end, len_k, offset, factor,
-                size, lay, sk, sv, band, extra, None, 0, 0, 0,
+                acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, len_k, offset,
+                factor, size, lay, sk, sv, band, extra, None, 0, 0, 0,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, False,
             )  # fmt: skip
         for i in tl.range(0, n):  # line 6, at the edges
             k0 = edge(i, start, full_end, before, BK)
             acc1, acc2, l, m = step(
-                acc1, acc2, l, m, q1, q2, k, v, b, head, k0, rows, q_end, len_k, offset, factor,
-                size, lay, sk, sv, band, extra, None, 0, 0, 0,
+                acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, len_k, offset,
+                factor, size, lay, sk, sv, band, extra, None, 0, 0, 0,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
     else:
@@ -187,8 +190,8 @@ def attend(
             which = tl.load(sparse.pattern + at)
             k0 = k_base + i % parts * BK
             acc1, acc2, l, m = step(
-                acc1, acc2, l, m, q1, q2, k, v, b, head, k0, rows, q_end, len_k, offset, factor,
-                size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
+                acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, len_k, offset,
+                factor, size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
     if extra.sinks is not None:  # one more score, with no value
@@ -258,8 +261,8 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(float("-inf"))
     is_natural = A.natural(x)
     launch(
-        attend, grid, plan, q, k, v, out, lse, x.scale if is_natural else x.scale * LOG2E.value,
-        size, A.lay_of(x), A.strides(q), A.strides(k), A.strides(v), A.strides(out),
+        attend, grid, plan, q, k, v, A.boxes_of(x, k, v, block_k) if plan.tma else A.NO_BOXES, out,
+        lse, x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q), A.strides(k), A.strides(v), A.strides(out),
         A.lse_strides(x), A.band_of(x.band), A.extra_of(x), A.sparse_of(x, False),
         dim, *A.split(dim), dim_v, *A.split(dim_v), block_q, block_k, is_natural, precision(x),
     )  # fmt: skip

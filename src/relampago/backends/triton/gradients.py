@@ -278,7 +278,10 @@ def queries_step(
 ):  # fmt: skip
     """Algorithm 2, lines 11, 12 and 14 to 16, for keys k0.. against the program's rows."""
     keys = k0 + tl.arange(0, BK)[None, :]
-    s = products(q1, q2, k, lay, size, sk, b, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION)
+    g = head // size.group
+    s = products(
+        q1, q2, k, None, None, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION
+    )
     masked = scores(
         s, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED
     )  # line 11
@@ -287,7 +290,7 @@ def queries_step(
         masked = tl.where(seen, masked, float("-inf"))
     p = weights(masked, top[:, None], row_norm, factor, NATURAL)  # line 12
     dp = products(
-        do1, do2, v, lay, size, sv, b, k0, k_limit, E, E1, E2, BK, MASKED, PRECISION
+        do1, do2, v, None, None, lay, sv, b, g, k0, k_limit, E, E1, E2, BK, MASKED, PRECISION
     )  # line 14
     if extra.seed is not None:
         keep = kept(extra, size, b, head, rows, keys)
@@ -300,10 +303,10 @@ def queries_step(
     if NATURAL and extra.modified is not None:
         ds *= slope(s * scale, extra.mods, extra.modified, b, head, rows, keys, offset)
     ds = ds.to(q1.dtype)
-    k1 = load_keys(k, lay, size, b, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
+    k1 = load_keys(k, None, lay, b, g, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
     dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)  # line 16
     if D2 > 0:
-        k2 = load_keys(k, lay, size, b, k0, k_limit, sk, D, D1, D2, BK, MASKED)
+        k2 = load_keys(k, None, lay, b, g, k0, k_limit, sk, D, D1, D2, BK, MASKED)
         dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
     return dq1, dq2
 

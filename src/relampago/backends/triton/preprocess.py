@@ -112,7 +112,10 @@ def renormalise(
             k_base = tl.load(sparse.index + tile_at) * sparse.block_k
             k0 = k_base + i % parts * BK
         keys = k0 + tl.arange(0, BK)[None, :]
-        s = products(q1, q2, k, lay, size, sk, b, k0, len_k, D, D1, D2, BK, True, PRECISION)
+        g = head // size.group
+        s = products(
+            q1, q2, k, None, None, lay, sk, b, g, k0, len_k, D, D1, D2, BK, True, PRECISION
+        )
         s = scores(
             s, factor, band, extra, offset, b, head, rows, keys, q_end, len_k, NATURAL, True
         )

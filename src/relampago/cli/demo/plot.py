@@ -26,7 +26,7 @@ def draw(points: list[Point], path: Path, caption: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    style = {
+    style: dict[Any, Any] = {
         "font.family": "DejaVu Sans", "font.size": 10, "axes.edgecolor": "#9aa0a8", "text.color": INK,
         "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
     }  # fmt: skip

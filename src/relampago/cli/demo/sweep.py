@@ -50,8 +50,8 @@ def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's own."""
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def relampago(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Every row of flash decoding compiles for its architecture, with no GPU: it fits, hardly spills and stays pipelined."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from relampago.api import Options, prepare
+from relampago.cache import KVCache, PagedKVCache
+from relampago.op import arrays_of
+from relampago.plan import Plan, Row, table
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from crosscompile.offline import Built, Recorder
+from crosscompile.test_triton import SHARED, SPILLS, shape_of
+
+from relampago.backends.triton import decode
+
+ROWS = [
+    pytest.param(arch, row, id=f"{arch}-{i}")
+    for arch in SHARED
+    for i, row in enumerate(table(arch)["triton.decode"])
+]
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    plan: Plan,
+    *,
+    dims: tuple[int, int] = (128, 128),
+    heads: tuple[int, int] = (32, 8),
+    rows: int = 1,
+    page: int = 16,
+    splits: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> list[Built]:
+    """The kernels of a call with keys in pages, or in a contiguous cache if page is 0."""
+    recorder = Recorder(arch)
+    monkeypatch.setattr(
+        decode,
+        "launch",
+        lambda kernel, grid, plan, chained, *args: recorder(kernel, grid, plan, *args),
+    )
+    if page:
+        cache = PagedKVCache(2, 1024 // page, page, heads[1], *dims, dtype=dtype)
+    else:
+        cache = KVCache(2, 512, heads[1], *dims, dtype=dtype)
+    q = torch.zeros(2, rows, heads[0], dims[0], dtype=dtype)
+    call = prepare(q, cache.k, cache.v, Options(causal=True, **options), cache=cache)
+    chained = arch.startswith("sm") and int(arch[2:]) >= 90
+    decode.decode(arrays_of(call), plan, splits=splits, chained=chained)
+    return recorder.built
+
+
+@pytest.mark.parametrize(("arch", "row"), ROWS)
+def test_row_fits(arch: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    dim, dim_v, dtype = shape_of(row)
+    if dtype == torch.float32 and (dim > 128 or arch not in ("sm89", "gfx942")):
+        pytest.skip("products of fp32 compile slowly; one architecture stands for all")
+    for rows in (1, 16):  # 4 rows of a tile, and as many as the row may serve
+        split, _ = build(
+            monkeypatch, arch, row.plan, dims=(dim, dim_v), rows=rows, dtype=dtype
+        )
+        assert split.shared <= SHARED[arch] * 1024
+        assert split.spills <= SPILLS
+
+
+@pytest.mark.parametrize("page", [0, 64, 16, 7])
+def test_loads_are_wide_and_ahead(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values come in 16-byte copies wherever they lie, and start three tiles ahead."""
+    plan = Plan(block_q=16, block_k=64, warps=4, stages=4)
+    split, combine = build(monkeypatch, "sm90", plan, page=page)
+    ptx = split.asm["ptx"]
+    assert ptx.count("cp.async.cg.shared.global") == 4 * 16
+    assert "cp.async.wait_group \t4" in ptx
+    assert split.shared > 3 * 64 * 256 * 2
+    assert split.spills == 0
+    assert "ld.global.v4" in combine.asm["ptx"]
+    for built in (split, combine):
+        assert built.asm["ptx"].count("griddepcontrol.wait") == 1
+
+
+@pytest.mark.parametrize("arch", ["sm80", "gfx942"])
+def test_no_dependent_launch_before_hopper(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(block_q=16, block_k=32, warps=4, stages=2)
+    for built in build(monkeypatch, arch, plan):
+        assert "griddepcontrol" not in built.asm.get("ptx", "")
+
+
+def test_options_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(block_q=64, block_k=64, warps=4, stages=3)
+    options = {
+        "softcap": 30.0, "sinks": torch.zeros(32), "alibi_slopes": torch.ones(32), "window": (99, 0)
+    }  # fmt: skip
+    for splits in (1, 3):
+        build(monkeypatch, "sm90", plan, rows=3, splits=splits, **options)

@@ -1,0 +1,102 @@
+"""Every row of every tuning table compiles for its architecture, with no GPU: it fits, and hardly spills."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from relampago.api import Options, prepare
+from relampago.cases import Case, find
+from relampago.op import arrays_of
+from relampago.plan import Plan, Row, table
+from relampago.problem import Saved, Wanted
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from crosscompile.offline import Built, Recorder
+
+from relampago.backends.triton import backward, forward
+
+SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of a block
+KERNELS = {"forward": "attend", "backward_dkdv": "by_keys", "backward_dq": "by_queries"}
+CAUSAL = Case(name="causal", batch=1, len_q=512, len_k=512, heads=4, options={"causal": True})
+SPILLS = 64  # bytes of a thread that a row may spill in half precision
+ROWS = [
+    pytest.param(arch, kernel, row, id=f"{arch}-{kernel}-{i}")
+    for arch in SHARED
+    for kernel in KERNELS
+    for i, row in enumerate(table(arch)[f"triton.{kernel}"])
+]
+
+
+def arrays(case: Case, dtype: torch.dtype) -> Any:
+    tensors, options = case.make(dtype)
+    return arrays_of(prepare(*tensors, Options(**options), packing=None))
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch, arch: str, kernel: str, case: Case, dtype: torch.dtype, plan: Plan
+) -> Built:
+    """The one kernel of a call that a row is for."""
+    recorder = Recorder(arch, KERNELS[kernel])
+    monkeypatch.setattr(forward, "launch", recorder)
+    monkeypatch.setattr(backward, "launch", recorder)
+    x = arrays(case, dtype)
+    if kernel == "forward":
+        forward.forward(x, plan)
+    else:
+        out = torch.zeros((*x.q.shape[:-1], x.v.shape[-1]), dtype=dtype)
+        saved = Saved(out, torch.zeros(x.q.shape[0], x.q.shape[2], x.q.shape[1]))
+        other = replace(plan, fused=0)
+        wanted = Wanted(bias=x.bias is not None, sinks=x.sinks is not None)
+        backward.backward(x, plan, other, saved, out, None, wanted, kernel == "backward_dq")
+    (built,) = recorder.built
+    return built
+
+
+def shape_of(row: Row) -> tuple[int, int, torch.dtype]:
+    """The largest head dims that a row serves, and a dtype of it."""
+    when = dict(row.when)
+    dim, dim_v = when.get("dim_max", 576), when.get("dim_v_max", 512)
+    return dim, dim_v, torch.bfloat16 if "dtype" in when else torch.float32
+
+
+@pytest.mark.parametrize(("arch", "kernel", "row"), ROWS)
+def test_row_fits(arch: str, kernel: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    dim, dim_v, dtype = shape_of(row)
+    if dtype == torch.float32 and arch in ("sm80", "sm90", "sm100"):
+        pytest.skip("the fp32 rows of sm89, which has the least shared memory, stand for these")
+    if dtype == torch.float32 and dim > 512 and arch == "sm89" and kernel != "forward":
+        pytest.skip("refused by why_not: it would need 102 KiB")
+    case = replace(CAUSAL, dim=dim, dim_v=dim_v)
+    built = build(monkeypatch, arch, kernel, case, dtype, row.plan)
+    assert built.shared <= SHARED[arch] * 1024
+    assert dtype == torch.float32 or built.spills <= SPILLS
+    if arch == "sm90" and row.plan.block_q >= 64 <= row.plan.block_k:
+        assert "wgmma.mma_async" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["user-mod", "bias-row", "dropout", "documents", "block-sparse"])
+def test_features_compile(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(block_q=64, block_k=64, warps=4, stages=2, fused=1)
+    build(monkeypatch, "sm90", kernel, find(name), torch.bfloat16, plan)
+
+
+def test_head_dim_32_with_two_stages_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(block_q=64, block_k=128, warps=4, stages=2)
+    built = build(monkeypatch, "sm90", "forward", replace(CAUSAL, dim=32), torch.bfloat16, plan)
+    assert "wgmma.mma_async" in built.asm["ptx"]
+
+
+def test_tma_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(block_q=128, block_k=128, warps=8, stages=2, tma=1)
+    case = replace(CAUSAL, dim=128)
+    built = build(monkeypatch, "sm90", "forward", case, torch.bfloat16, plan)
+    assert "cp.async.bulk.tensor" in built.asm["ptx"]
