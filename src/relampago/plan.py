@@ -26,8 +26,11 @@ class Plan:
         block_k: keys of a key tile.
         warps: warps of a block (GPU).
         stages: depth of the software pipeline (GPU).
-        tma: 1 to load keys and values by TMA where they lie dense (sm90 and newer).
+        tma: 1 to load tiles by TMA where they lie dense (sm90 and newer), 2 to add up dQ by it too.
         fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
+        schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
+        pingpong: 1 if warpgroups take turns at issuing their products (gluon).
+        pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
     """
 
     block_q: int
@@ -36,10 +39,13 @@ class Plan:
     stages: int = 2
     tma: int = 0
     fused: int = 0
+    schedule: int = 0
+    pingpong: int = 0
+    pin: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name in ("tma", "fused") else 1
+            least = 1 if name in ("block_q", "block_k", "warps", "stages") else 0
             if not isinstance(value, int) or value < least:
                 raise InvalidInput(
                     f"plan: {name} is {value!r}; expected an int of at least {least}"

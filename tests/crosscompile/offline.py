@@ -61,8 +61,9 @@ class Recorder:
         driver.set_active(Pretended(self.arch))
         try:
             compiled = kernel.run(
-                *args, grid=(grid,), warmup=True, num_warps=plan.warps, num_stages=plan.stages
-            )
+                *args, grid=(grid,), warmup=True, num_warps=plan.warps, num_stages=plan.stages,
+                enable_fp_fusion=True,
+            )  # fmt: skip
         finally:
             driver._active = before
         compiled = compiled.result() if hasattr(compiled, "result") else compiled

@@ -1,4 +1,4 @@
-"""Every row of flash decoding compiles for its architecture, with no GPU: it fits, hardly spills and stays pipelined."""
+"""Every row of flash decoding compiles for its architecture, with no GPU: it fits, hardly spills, stays pipelined."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_row_fits(arch: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     if dtype == torch.float32 and (dim > 128 or arch not in ("sm89", "gfx942")):
         pytest.skip("products of fp32 compile slowly; one architecture stands for all")
     for rows in (1, 16):  # 4 rows of a tile, and as many as the row may serve
-        split, _ = build(
-            monkeypatch, arch, row.plan, dims=(dim, dim_v), rows=rows, dtype=dtype
-        )
+        split, _ = build(monkeypatch, arch, row.plan, dims=(dim, dim_v), rows=rows, dtype=dtype)
         assert split.shared <= SHARED[arch] * 1024
         assert split.spills <= SPILLS
 

@@ -1,8 +1,10 @@
 """The contract suite's cases on the Triton kernels, run by `test_interpreter.py` in a process of its own."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import relampago as rl
 from relampago import dropout
 from relampago.api import Options, Packing, prepare
 from relampago.backends.triton import backward, forward
-from relampago.cases import CONTRACT, find
+from relampago.cases import find
 from relampago.op import arrays_of
 from relampago.plan import Plan
 from relampago.problem import Saved, Wanted
@@ -26,12 +28,17 @@ from relampago.problem import Saved, Wanted
 exact.patch()
 torch.set_num_threads(1)
 
-SLOW = ("causal-long", "odd-lengths", "dropout-causal", "mask-function", "one-query", "window")
-HALF = (
-    "causal", "gqa", "dim-40-v-72", "dim-192-v-128", "user-mod", "bias", "bias-finfo-min", "sinks",
-    "dropout", "packed-cross", "documents", "prefix-window",
+FP32 = (
+    "full", "causal", "bottom-right", "more-queries-than-keys", "one-key", "bhsd", "mqa", "dim-1",
+    "dim-40-v-72", "dim-192-v-128", "dim-512", "large-values", "window-sees-nothing",
+    "window-causal", "prefix", "prefix-window", "documents-per-sequence", "dense-mask-broadcast",
+    "block-sparse", "alibi-per-sequence", "relative-bias", "user-mod", "bias-row",
+    "bias-minus-inf", "bias-finfo-min", "sinks-window", "dropout", "packed-cross", "packed-window",
+    "packed-prefix", "packed-dropout", "packed-alibi", "packed-bias", "empty-batch", "no-queries",
+    "no-keys",
 )  # fmt: skip
-FUSED = ("gqa", "packed-cross", "bias-row", "user-mod", "block-sparse", "dropout", "dim-40-v-72")
+HALF = ("bottom-right", "dim-192-v-128", "bias-finfo-min", "sinks", "packed-cross")
+FUSED = ("mqa", "packed-cross", "bias-row", "block-sparse", "packed-dropout")
 
 
 def agree(case, dtype, **options) -> None:
@@ -42,9 +49,9 @@ def agree(case, dtype, **options) -> None:
     check(f"triton {case.name}", got, standard, oracle, dtype)
 
 
-@pytest.mark.parametrize("case", [c for c in CONTRACT if c.name not in SLOW], ids=lambda c: c.name)
-def test_fp32(case) -> None:
-    agree(case, torch.float32)
+@pytest.mark.parametrize("name", FP32)
+def test_fp32(name) -> None:
+    agree(find(name), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -168,3 +175,14 @@ def test_odd_scales(scale) -> None:
     got = rl.attention(q, k, v, scale=scale, causal=True, backend="triton")
     want = rl.attention(q, k, v, scale=scale, causal=True, backend="reference")
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("fused", [0, 1])
+@pytest.mark.parametrize("shape", [(2, 4, 1, 48), (2, 4, 40, 1), (1, 1, 1, 1)], ids=str)
+def test_gradient_of_a_shared_bias(shape, fused) -> None:
+    """One bias for all rows, or all keys: every tile adds to it."""
+    case = replace(find("bias"), options={"bias": lambda g: torch.randn(shape, generator=g)})
+    with rl.using(plan=Plan(block_q=32, block_k=32, fused=fused)):
+        agree(case, torch.float32)
+        if not fused:
+            agree(case, torch.float32, deterministic=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from relampago.backends.cpu import threads
 from relampago.backends.cpu.forward import head_ranges, rows_per_tile, worth_fast
 from relampago.backends.cpu.precision import fast_fp32
-from relampago.backends.cpu.tile import LN2, LOG2E, Heads, Panel, Slab, Tile, scratch
+from relampago.backends.cpu.tile import LOG2E, Heads, Panel, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted, accumulate_dtype
 
@@ -109,8 +109,7 @@ def differentiate(
             if i % parts == task.part:
                 tile = Tile(slab, p0, min(p0 + step, slab.q.shape[0]))
                 tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
-    if slab.base2:
-        dk.mul_(LN2)  # the queries in it carry log2(e)
+    dk.mul_(x.scale)
     for gradient, target in ((dk, sums.dk), (dv, sums.dv)):
         view = target[task.part][slab.cols][:, whole.g0 : whole.g1]
         view.copy_(gradient.transpose(0, 1))
@@ -130,7 +129,7 @@ def tile_gradients(
     """Algorithm 2, lines 7 to 17, for one tile of queries against all of its keys."""
     slab = tile.slab
     q = tile.queries()  # [g, l·R, D]
-    do = tile.pack(slab.queries_of(dout)).contiguous()  # [g, l·R, E]
+    do = tile.pack(slab.queries_of(dout))  # [g, l·R, E]
     out = tile.pack(slab.queries_of(saved.out))
     lse = tile.pack_lse(slab.lse_of(saved.lse))  # [g, l·R, 1]
     delta = (do * out).sum(-1, keepdim=True)  # line 4
@@ -138,17 +137,22 @@ def tile_gradients(
         delta = delta - tile.pack_lse(slab.lse_of(dlse))
     shift = torch.where(lse == -math.inf, math.inf, lse) * (LOG2E if slab.base2 else 1.0)
     normaliser = renormalised(tile, plan, q, shift)
-    dq = None
+    # Products that only add up may take bf16 operands, at twice the rate: q, k and dO are bf16 already.
+    narrow = torch.bfloat16 if slab.x.q.dtype == torch.bfloat16 else slab.dtype
+    q_narrow, do_narrow = tile.pack(slab.q).to(narrow), do.to(narrow)
+    dq = torch.zeros_like(q)
     for panel in tile.panels(plan.block_k):
-        k, v = slab.take(slab.k, panel), slab.take(slab.v, panel)
+        k, v = slab.take("k", slab.k, panel), slab.take("v", slab.v, panel)
         steps: list[Tensor] = []
         s = tile.scores(q, k, panel, steps)  # line 11
         p = tile.power_(s.sub_(shift))  # line 12
         if normaliser is not None:
             p.mul_(normaliser)
         keep = tile.kept(panel)
-        add_product(dv, panel, p if keep is None else p * keep, do)  # line 13
-        dp = scratch("dp", p.shape, p)
+        add_product(
+            dv, panel, rounded(p if keep is None else p * keep, narrow), do_narrow
+        )  # line 13
+        dp = scratch("dp", p.shape, p.dtype)
         torch.bmm(do, v.transpose(1, 2), out=dp)  # line 14
         if keep is not None:
             dp.mul_(keep)
@@ -159,10 +163,11 @@ def tile_gradients(
             add_to_part(tile, sums.dbias, panel, addition)
         if steps:
             ds.view(*tile.shape, panel.size).mul_(tile.slope(steps, panel))
-        dq = torch.bmm(ds, k) if dq is None else dq.baddbmm_(ds, k)  # line 16
-        add_product(dk, panel, ds, q)  # line 17
-    if dq is not None:
-        tile.unpack(dq.mul_(slab.x.scale), slab.queries_of(sums.dq))
+        ds = rounded(ds, narrow)
+        k = slab.take("k narrow", slab.k, panel, narrow) if k.dtype != narrow else k
+        add(dq, ds, k)  # line 16
+        add_product(dk, panel, ds, q_narrow)  # line 17
+    tile.unpack(dq.mul_(slab.x.scale), slab.queries_of(sums.dq))
     if sums.dsinks is not None and (sink := tile.sink()) is not None:
         weight = tile.power_(sink - shift)
         if normaliser is not None:
@@ -183,19 +188,32 @@ def renormalised(tile: Tile, plan: Plan, q: Tensor, shift: Tensor) -> Tensor | N
         return None
     total = torch.zeros_like(shift)
     for panel in tile.panels(plan.block_k):
-        s = tile.scores(q, tile.slab.take(tile.slab.k, panel), panel)
+        s = tile.scores(q, tile.slab.take("k", tile.slab.k, panel), panel)
         total += tile.power_(s.sub_(shift)).sum(-1, keepdim=True)
     if (sink := tile.sink()) is not None:
         total += tile.power_(sink - shift)
     return torch.where(huge & (total > 0), 1 / total, 1.0)
 
 
+def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in dtype."""
+    return t if t.dtype == dtype else scratch("rounded", t.shape, dtype).copy_(t)
+
+
+def add(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a·b to target, which may be of a wider dtype."""
+    if a.dtype == target.dtype:
+        target.baddbmm_(a, b)
+    else:
+        target.add_(torch.bmm(a, b, out=scratch("product", target.shape, a.dtype)))
+
+
 def add_product(target: Tensor, panel: Panel, a: Tensor, b: Tensor) -> None:
     """Add aᵀ·b to the rows of target [g, Lk, D] that a panel's keys name."""
     if isinstance(panel.keys, slice):
-        target[:, panel.keys].baddbmm_(a.transpose(1, 2), b)
+        add(target[:, panel.keys], a.transpose(1, 2), b)
     else:
-        target.index_add_(1, panel.keys, torch.bmm(a.transpose(1, 2), b))
+        target.index_add_(1, panel.keys, torch.bmm(a.transpose(1, 2), b).to(target.dtype))
 
 
 def add_to_part(tile: Tile, dbias: Tensor, panel: Panel, addition: Tensor) -> None:

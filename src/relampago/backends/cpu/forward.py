@@ -47,7 +47,7 @@ def attend(x: Arrays, plan: Plan, task: Task, out: Tensor, lse: Tensor) -> None:
     l = torch.zeros_like(m)
     acc = None
     for panel in tile.panels(plan.block_k):  # line 6
-        k, v = slab.take(slab.k, panel), slab.take(slab.v, panel)
+        k, v = slab.take("k", slab.k, panel), slab.take("v", slab.v, panel)
         s = tile.scores(q, k, panel)  # line 8
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         shift = finite(m_new)

@@ -71,10 +71,13 @@ class Slab:
         whole = lse[h.b] if self.x.cu_q is None else lse[:, self.rows]
         return whole.unflatten(0, (-1, self.x.group))[h.g0 : h.g1, h.r0 : h.r1]
 
-    def take(self, t: Tensor, panel: Panel) -> Tensor:
-        """Keys or values of a panel, [g, n, D], in the accumulation dtype, rows contiguous for large products."""
-        part = t[panel.keys].transpose(0, 1).to(self.dtype)
-        return part if self.q.shape[0] * self.q.shape[2] < 64 else part.contiguous()
+    def take(self, name: str, t: Tensor, panel: Panel, dtype: torch.dtype | None = None) -> Tensor:
+        """Keys or values of a panel, [g, n, D], in the accumulation dtype or another; copied if products gain by it."""
+        dtype = dtype or self.dtype
+        part = t[panel.keys].transpose(0, 1)
+        if part.dtype == dtype and (part.is_contiguous() or self.q.shape[0] * self.q.shape[2] < 64):
+            return part
+        return scratch(name, part.shape, dtype).copy_(part)
 
     def heads_of(self, t: Tensor) -> Tensor:
         """The task's sequence and heads of what broadcasts to (B, H, Lq, Lk): a view [g or 1, R or 1, Lq, Lk]."""
@@ -95,7 +98,7 @@ class Tile:
 
     def pack(self, t: Tensor) -> Tensor:
         """This tile's rows of a view [Lq, g, R, …] as [g, l·R, …] in the accumulation dtype."""
-        return t[self.p0 : self.p1].transpose(0, 1).flatten(1, 2).to(self.slab.dtype)
+        return t[self.p0 : self.p1].transpose(0, 1).flatten(1, 2).to(self.slab.dtype).contiguous()
 
     def unpack(self, packed: Tensor, into: Tensor) -> None:
         """Write packed rows [g, l·R, D] to a view [Lq, g, R, D]."""
@@ -107,8 +110,7 @@ class Tile:
 
     def queries(self) -> Tensor:
         """Scaled queries [g, l·R, D]; their products with keys are scores, in base 2 where the slab says so."""
-        factor = self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0)
-        return self.pack(self.slab.q) * factor
+        return self.pack(self.slab.q) * (self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0))
 
     def panels(self, size: int) -> Iterator[Panel]:
         """The keys that some row sees, at most `size` at a time."""
@@ -172,7 +174,7 @@ class Tile:
         self, q: Tensor, k: Tensor, panel: Panel, steps: list[Tensor] | None = None
     ) -> Tensor:
         """Masked scores [g, l·R, n] in a buffer of this thread; the input of each mod is kept in steps, if given."""
-        s = scratch("scores", (q.shape[0], q.shape[1], panel.size), q)
+        s = scratch("scores", (q.shape[0], q.shape[1], panel.size), q.dtype)
         torch.bmm(q, k.transpose(1, 2), out=s)
         x = self.slab.x
         if x.mods:
@@ -308,14 +310,13 @@ def columns(panel: Panel) -> Tensor:
     return panel.keys
 
 
-def scratch(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A buffer of this thread, reused from tile to tile."""
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A buffer of this thread, reused from tile to tile: fresh memory costs a page fault every 4 KiB."""
     size = math.prod(shape)
-    key = f"{name} {like.dtype}"
-    buffer = getattr(_scratch, key, None)
+    buffer = _scratch.__dict__.get((name, dtype))
     if buffer is None or buffer.numel() < size:
-        buffer = torch.empty(size, dtype=like.dtype)
-        setattr(_scratch, key, buffer)
+        buffer = torch.empty(size, dtype=dtype)
+        _scratch.__dict__[(name, dtype)] = buffer
     return buffer[:size].view(shape)
 
 

@@ -21,7 +21,8 @@ from relampago.masks.rules import Band as Facts
 from relampago.mods import Rule, rule_of
 from relampago.problem import Arrays
 
-L2_BYTES = 24 << 20  # of keys and values that heads in flight share; half of an H100's L2 is near an SM
+# Of keys and values that heads in flight share: half of an H100's L2 is near an SM.
+L2_BYTES = 24 << 20
 
 
 class Strides(NamedTuple):
@@ -129,7 +130,7 @@ class Sparse(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """TMA descriptors of keys and values, in the two parts of their head dims; None: plain loads."""
+    """TMA descriptors of keys and values (over keys: of queries and dO) by parts of head dims; None: plain loads."""
 
     k1: Any = None
     k2: Any = None
@@ -177,6 +178,7 @@ def size_of(x: Arrays, tiles: int, row_bytes: int) -> Size:
     else:
         len_k = k[1] if x.cu_k is None else x.len_k
     together = max(1, L2_BYTES // max(1, x.len_k * row_bytes)) * group
+    together = max(1, min(together, x.batch * heads))
     return Size(
         x.batch, heads, group, x.len_q if x.cu_q is not None else x.q.shape[1], len_k,
         x.q.shape[0], k[0], tiles, together, heads,
@@ -203,20 +205,20 @@ def band_of(band: Facts) -> Band:
     return Band(band.offset, band.left, band.right, band.prefix, start, end, stride)
 
 
-def boxes_of(x: Arrays, k: Tensor, v: Tensor, block_k: int) -> Boxes:
-    """Descriptors where keys lie dense and TMA can address them; rows beyond the last read as 0."""
-    if x.cu_k is not None or x.lens_k is not None or x.blocks is not None:
+def boxes_of(a: Tensor, c: Tensor, rows: int) -> Boxes:
+    """Descriptors of two dense tensors (B, L, H, D) by tiles of rows, if TMA can address both; no row reads as 0."""
+    if not (_addressable(a) and _addressable(c)):
         return NO_BOXES
-    if not (_addressable(k) and _addressable(v)):
-        return NO_BOXES
-    found = []
-    for t in (k, v):
-        for width in split(t.shape[-1]):
-            block = [1, block_k, 1, width]
-            found.append(
-                TensorDescriptor(t, list(t.shape), list(t.stride()), block) if width else None
-            )
-    return Boxes(*found)
+    return Boxes(*box_of(a, rows), *box_of(c, rows))
+
+
+def box_of(t: Tensor, rows: int) -> tuple[Any, Any]:
+    """Descriptors of the two parts of a tensor's head dim."""
+    shape, stride = list(t.shape), list(t.stride())
+    return tuple(
+        TensorDescriptor(t, shape, stride, [1, rows, 1, width]) if width else None
+        for width in split(t.shape[-1])
+    )
 
 
 def _addressable(t: Tensor) -> bool:
@@ -232,9 +234,7 @@ def part_of(t: Tensor) -> Part:
 
 def extra_of(x: Arrays) -> Extra:
     """Bias, mask, sinks, dropout and mods."""
-    if (
-        x.bias is None and x.mask is None and x.sinks is None and not x.mods and not x.dropout_p
-    ):
+    if x.bias is None and x.mask is None and x.sinks is None and not x.mods and not x.dropout_p:
         return NO_EXTRA
     mask = None if x.mask is None else x.mask.view(torch.uint8)
     return Extra(

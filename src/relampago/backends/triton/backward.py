@@ -16,7 +16,7 @@ from relampago.backends.triton.tile import LOG2E
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted
 
-PREPARE = Plan(block_q=64, block_k=1, warps=4, stages=1)
+NARROW, WIDE = (Plan(block_q=n, block_k=1, warps=4, stages=1) for n in (64, 16))  # of `prepare`
 
 
 def backward(
@@ -59,11 +59,11 @@ def backward(
             renormalise, grid, by_query, q, k, shift, norm, factor, size, lay, sq, sk, sl, band,
             extra, lists, *dims[:3], block_q, block_k, natural, how,
         )  # fmt: skip
-    atomic = dbias is not None and dbias.shape != whole_bias(x)
+    atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     stride = None if dbias is None else A.part_of(dbias)
     fused = not deterministic and plan.fused and dims[0] <= 256
     target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
-    if wanted.q and not fused or dbias is not None and not fused:
+    if (wanted.q and not fused) or (dbias is not None and not fused):
         launch(
             by_queries, grid, by_query, q, k, v, dout, dq, dbias, shift, delta, norm, factor,
             x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
@@ -72,10 +72,16 @@ def backward(
     if wanted.k or wanted.v or fused:
         tiles, block_k = cut_keys(x, plan)
         _, block_q = cut_queries(x, plan)
-        size = size._replace(heads=k.shape[-2], tiles=tiles, section=max(1, size.section // size.group))
+        section = max(1, size.section // size.group)
+        size = size._replace(heads=k.shape[-2], tiles=tiles, section=section)
+        boxes, sums = A.NO_BOXES, (None, None)
+        if plan.tma and x.cu_q is None and x.blocks is None:
+            boxes = A.boxes_of(q, dout, block_q)
+            if plan.tma > 1 and target is not None and target.stride(-2) % 4 == 0:
+                sums = A.box_of(target, block_q)
         launch(
-            by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target, dbias,
-            shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv, sdo, A.strides(dk),
+            by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target, boxes,
+            *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv, sdo, A.strides(dk),
             A.strides(dv), None if target is None else A.strides(target), sl, band, extra, stride,
             A.sparse_of(x, True), *dims, block_q, block_k, natural, how, fused, atomic,
         )  # fmt: skip
@@ -100,29 +106,29 @@ def rows_before(
     dlse = None if dlse is None else dlse.contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     length, heads = out.shape[-3], out.shape[-2]
-    tiles = triton.cdiv(length, PREPARE.block_q)
+    plan = NARROW if dims[3] <= 128 else WIDE
+    tiles = triton.cdiv(length, plan.block_q)
     batch = out.shape[0] if x.cu_q is None else 1
     launch(
-        prepare, tiles * heads * batch, PREPARE, out, dout, lse, dlse, delta, shift,
+        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, delta, shift,
         A.strides(out), A.strides(dout), A.lse_strides(x), heads, length, tiles, *dims[3:],
-        PREPARE.block_q, natural,
+        plan.block_q, natural,
     )  # fmt: skip
     return shift, delta
 
 
 def whole_bias(x: Arrays) -> tuple[int, ...]:
-    """The shape of a bias that is shared by nothing."""
-    return (x.batch, x.q.shape[-2], *x.bias.shape[2:])
+    """The shape of a bias no element of which serves two scores."""
+    rows = x.q.shape[1] if x.cu_q is None else x.len_q
+    keys = x.k.shape[1] if x.cu_k is None else x.len_k
+    assert x.bias is not None
+    return (x.batch, x.q.shape[-2], max(x.bias.shape[2], rows), max(x.bias.shape[3], keys))
 
 
 def bias_buffer(x: Arrays, deterministic: bool) -> Tensor | None:
-    """Where dbias is summed, in fp32: shaped like the bias, or unshared if the order of additions must be fixed."""
+    """Where dbias is summed, in fp32: shaped like the bias, or whole if the order of additions must be fixed."""
     assert x.bias is not None
-    shape = tuple(x.bias.shape)
-    if deterministic:
-        rows = x.q.shape[1] if x.cu_q is None else x.len_q
-        keys = x.k.shape[1] if x.cu_k is None else x.len_k
-        shape = (x.batch, x.q.shape[-2], max(shape[2], rows), max(shape[3], keys))
+    shape = whole_bias(x) if deterministic else x.bias.shape
     return torch.zeros(shape, dtype=torch.float32, device=x.q.device)
 
 

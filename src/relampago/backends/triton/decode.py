@@ -13,6 +13,7 @@ predecessor ends (programmatic dependent launch).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +44,12 @@ from relampago.problem import Arrays, Device, Layout, Problem
 
 ROWS = 64  # rows of all heads of a group that are still few
 QUERIES = 16  # queries that are still few, whatever the group
+LONG = 8  # keys per query from which on there are many
 MOST_SPLITS = 256
 RAGGED_TILES = 64  # tiles of a split in a cache, at most: sequences may differ in length
 FILL = 0.5  # what starting a wave of programs costs, in the time of a tile
 COMBINE = 1.0  # what the second kernel costs, likewise
-ALONE = 0.3  # the time of a tile when few programs share the memory's bandwidth
+ALONE = 0.3  # a tile's time in a program that has the memory's bandwidth to itself, likewise
 CHUNK = 16  # splits that the second kernel reads together
 
 
@@ -281,27 +283,28 @@ def combine(
 
 
 def applies(p: Problem) -> bool:
-    """Whether this kernel is the better choice: a forward of few queries, in what order keys may lie."""
-    few = p.len_q <= QUERIES or p.len_q * p.heads_q <= ROWS * max(1, p.heads_kv)
+    """Whether this kernel is the better choice: a forward of few queries, or not quite so few against many keys."""
+    long = p.layout_k is not Layout.DENSE or p.len_k >= LONG * p.len_q
+    few = p.len_q <= QUERIES or (long and p.len_q * p.heads_q <= ROWS * max(1, p.heads_kv))
     simple = p.direction == "forward" and not (p.blocks or p.dropout)
-    keys = p.layout_k in (Layout.DENSE, Layout.CACHE, Layout.PAGED)
-    return few and simple and keys and p.layout_q is Layout.DENSE
+    return few and simple and Layout.RAGGED not in (p.layout_q, p.layout_k)
 
 
 @functools.lru_cache(maxsize=4096)
 def splits_for(items: int, tiles: int, slots: int, ragged: bool) -> int:
     """Into how many splits to cut `tiles` tiles of keys, if `items` programs share them and `slots` run at once.
 
-    Programs run in waves; a wave's time is that of its tiles, and a last wave that is not full has the bandwidth to
-    itself, up to a limit. In a cache lengths may differ, so a split is kept short enough to even that out.
+    Programs run in waves. Those of one that is not full share the bandwidth among fewer, down to what a tile takes
+    anyhow. In a cache lengths may differ, so a split is kept short enough to even that out.
     """
     least = min(MOST_SPLITS, -(-tiles // RAGGED_TILES)) if ragged else 1
     best, lowest = 1, float("inf")
     for splits in range(max(1, least), min(MOST_SPLITS, max(1, tiles)) + 1):
         each = -(-tiles // splits)
         full, rest = divmod(items * splits, slots)
-        last = each * max(ALONE, rest / slots) + FILL if rest else 0.0
-        cost = full * (each + FILL) + last + (COMBINE if splits > 1 else 0.0)
+        last = each * math.hypot(ALONE, rest / slots) + FILL if rest else 0.0
+        cost = full * (each * math.hypot(ALONE, 1.0) + FILL) + last
+        cost += COMBINE if splits > 1 else 0.0
         if cost < lowest * 0.999:
             best, lowest = splits, cost
     return best
@@ -309,7 +312,10 @@ def splits_for(items: int, tiles: int, slots: int, ragged: bool) -> int:
 
 def resident(device: Device, plan: Plan, tile_bytes: int) -> int:
     """Programs that a multiprocessor runs at once, by the shared memory of their pipelines."""
-    own = max(1, plan.stages - 1) * tile_bytes
+    depth = (
+        plan.stages if plan.block_q >= 64 else max(1, plan.stages - 1)
+    )  # wgmma reads its buffers later
+    own = depth * tile_bytes
     return max(1, min(device.shared_memory // max(1, own), 16 // plan.warps))
 
 
@@ -354,7 +360,7 @@ def decode(
     items = batch * groups * size.tiles
     if splits is None:
         tile = plan.block_k * (dim + dim_v) * k.element_size()
-        slots = device.multiprocessors * resident(device, plan, tile)
+        slots = device.multiprocessors * resident(device, replace(plan, block_q=block_q), tile)
         tiles = triton.cdiv(min(size.len_k, x.len_k), plan.block_k)
         splits = splits_for(items, tiles, slots, x.layout_k is not Layout.DENSE)
     band = x.band._replace(right=None, prefix=None) if sees_all(x) else x.band

@@ -243,8 +243,11 @@ def cut_keys(x: Arrays, plan: Plan) -> tuple[int, int]:
 
 
 def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
-    """Start a kernel on the current device."""
-    kernel.run(*args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages)
+    """Start a kernel on the current device. Scaling and subtracting a score must be one instruction, as by default."""
+    kernel.run(
+        *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -260,8 +263,11 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if grid == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     is_natural = A.natural(x)
+    boxes = A.NO_BOXES
+    if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
+        boxes = A.boxes_of(k, v, block_k)
     launch(
-        attend, grid, plan, q, k, v, A.boxes_of(x, k, v, block_k) if plan.tma else A.NO_BOXES, out,
+        attend, grid, plan, q, k, v, boxes, out,
         lse, x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q), A.strides(k), A.strides(v), A.strides(out),
         A.lse_strides(x), A.band_of(x.band), A.extra_of(x), A.sparse_of(x, False),
         dim, *A.split(dim), dim_v, *A.split(dim_v), block_q, block_k, is_natural, precision(x),

@@ -20,6 +20,7 @@ from relampago.backends.triton.tile import (
     keys_of,
     list_of,
     load_keys,
+    load_rows,
     load_tile,
     loop_bounds,
     offset_of,
@@ -70,9 +71,25 @@ def row_facts(shift, delta, q0, q_end, BQ: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def add_rows(
+    base, box, b, head, first, limit, stride, x, DIM: tl.constexpr, COL: tl.constexpr,
+    WIDTH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Add [N, WIDTH] to rows that other programs add to as well."""
+    if box is not None:
+        box.atomic_add([b, first, head, COL], x.reshape([1, N, 1, WIDTH]))
+    else:
+        row = tl.arange(0, N)
+        col = COL + tl.arange(0, WIDTH)
+        at = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+        inside = (row[:, None] < limit - first) & (col[None, :] < DIM)
+        tl.atomic_add(at, x, mask=inside, sem="relaxed")
+
+
+@triton.jit
 def keys_step(
-    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q, dout, dq, dbias, shift, delta, norm, b, head, q0, keys,
-    q_end, k_limit, offset, factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, sparse,
+    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q, dout, dq, box, dq1, dq2, dbias, shift, delta, norm, b,
+    head, q0, keys, q_end, k_limit, offset, factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, sparse,
     q_base, k_base, which,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -80,11 +97,11 @@ def keys_step(
 ):  # fmt: skip
     """Algorithm 2, lines 11 to 17, for rows q0.. against the program's keys."""
     rows = q0 + tl.arange(0, BQ)[None, :]
-    q1 = load_tile(q, q0, q_end, sq.l, D, 0, D1, BQ, MASKED)  # [BQ, D1]
+    q1 = load_rows(q, box.k1, b, head, q0, q_end, sq.l, D, 0, D1, BQ, MASKED)  # [BQ, D1]
     s = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)  # [BK, BQ]
     q2 = q1
     if D2 > 0:
-        q2 = load_tile(q, q0, q_end, sq.l, D, D1, D2, BQ, MASKED)
+        q2 = load_rows(q, box.k2, b, head, q0, q_end, sq.l, D, D1, D2, BQ, MASKED)
         s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
     top, di = row_facts(shift, delta, q0, q_end, BQ, MASKED)
     row_norm = norm
@@ -97,7 +114,7 @@ def keys_step(
         seen = pattern_of(sparse, which, rows - q_base, keys - k_base)
         masked = tl.where(seen, masked, float("-inf"))
     p = weights(masked, top[None, :], row_norm, factor, NATURAL)  # line 12
-    do1 = load_tile(dout, q0, q_end, sdo.l, E, 0, E1, BQ, MASKED)  # [BQ, E1]
+    do1 = load_rows(dout, box.v1, b, head, q0, q_end, sdo.l, E, 0, E1, BQ, MASKED)  # [BQ, E1]
     dp = tl.dot(v1, tl.trans(do1), input_precision=PRECISION)  # line 14
     pd = p
     if extra.seed is not None:
@@ -106,16 +123,14 @@ def keys_step(
     pd = pd.to(k1.dtype)
     dv1 = tl.dot(pd, do1, dv1, input_precision=PRECISION)  # line 13
     if E2 > 0:
-        do2 = load_tile(dout, q0, q_end, sdo.l, E, E1, E2, BQ, MASKED)
+        do2 = load_rows(dout, box.v2, b, head, q0, q_end, sdo.l, E, E1, E2, BQ, MASKED)
         dp = tl.dot(v2, tl.trans(do2), dp, input_precision=PRECISION)
         dv2 = tl.dot(pd, do2, dv2, input_precision=PRECISION)
     if extra.seed is not None:
         dp = tl.where(keep, dp * extra.upscale, 0.0)
     ds = p * (dp - di[None, :])  # line 15
     if dbias is not None and FUSED:
-        add_bias_gradient(
-            dbias, bias_stride, ds, b, head, rows, keys, q_end, k_limit, 1, ATOMIC
-        )
+        add_bias_gradient(dbias, bias_stride, ds, b, head, rows, keys, q_end, k_limit, 1, ATOMIC)
     if NATURAL and extra.modified is not None:
         ds *= slope(s * scale, extra.mods, extra.modified, b, head, rows, keys, offset)
     ds = ds.to(k1.dtype)
@@ -123,17 +138,11 @@ def keys_step(
     if D2 > 0:
         dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
     if FUSED:  # line 16
-        row = tl.arange(0, BQ)
-        at = dq + tl.cast(q0, tl.int64) * sdq.l + row[:, None] * sdq.l
-        col = tl.arange(0, D1)
         part = tl.dot(tl.trans(ds), k1, input_precision=PRECISION)  # [BQ, D1]
-        inside = (row[:, None] < q_end - q0) & (col[None, :] < D)
-        tl.atomic_add(at + col[None, :], part, mask=inside, sem="relaxed")
+        add_rows(dq, dq1, b, head, q0, q_end, sdq.l, part, D, 0, D1, BQ)
         if D2 > 0:
-            col = D1 + tl.arange(0, D2)
             part = tl.dot(tl.trans(ds), k2, input_precision=PRECISION)
-            inside = (row[:, None] < q_end - q0) & (col[None, :] < D)
-            tl.atomic_add(at + col[None, :], part, mask=inside, sem="relaxed")
+            add_rows(dq, dq2, b, head, q0, q_end, sdq.l, part, D, D1, D2, BQ)
     return dk1, dk2, dv1, dv2
 
 
@@ -183,8 +192,8 @@ def key_tile(size, sparse, tile, len_k, BK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def by_keys(
-    q, k, v, dout, dk, dv, dq, dbias, shift, delta, norm, factor, scale, size, lay, sq, sk, sv,
-    sdo, sdk, sdv, sdq, sl, band, extra, bias_stride, sparse,
+    q, k, v, dout, dk, dv, dq, box, dq1, dq2, dbias, shift, delta, norm, factor, scale, size, lay,
+    sq, sk, sv, sdo, sdk, sdv, sdq, sl, band, extra, bias_stride, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr,
@@ -216,7 +225,7 @@ def by_keys(
     if k_end - k0 < BK:
         full_end = full_start  # keys beyond the last need a mask with every row
     start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BQ)
-    for r in range(0, size.group):
+    for r in range(size.group):
         head = g * size.group + r
         q_head = q + origin(sq, b, first, head)
         do_head = dout + origin(sdo, b, first, head)
@@ -230,16 +239,16 @@ def by_keys(
         if sparse is None:
             for q0 in tl.range(full, full_end, BQ):
                 dk1, dk2, dv1, dv2 = keys_step(
-                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, dbias,
-                    shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
+                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, box, dq1, dq2,
+                    dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, None, 0, 0, 0,
                     D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, False,
                 )  # fmt: skip
             for i in tl.range(0, n):
                 q0 = edge(i, start, full_end, before, BQ)
                 dk1, dk2, dv1, dv2 = keys_step(
-                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, dbias,
-                    shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
+                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, box, dq1, dq2,
+                    dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, None, 0, 0, 0,
                     D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, True,
                 )  # fmt: skip
@@ -253,8 +262,8 @@ def by_keys(
                 q0 = q_base + i % parts * BQ
                 limit = min(len_q, q_base + sparse.block_q)
                 dk1, dk2, dv1, dv2 = keys_step(
-                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, dbias,
-                    shift + at, delta + at, norm_head, b, head, q0, keys, limit, k_end, offset,
+                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, box, dq1, dq2,
+                    dbias, shift + at, delta + at, norm_head, b, head, q0, keys, limit, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, sparse, q_base,
                     k_base, which,
                     D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, True,
@@ -297,9 +306,7 @@ def queries_step(
         dp = tl.where(keep, dp * extra.upscale, 0.0)
     ds = p * (dp - di[:, None])  # line 15
     if dbias is not None:
-        add_bias_gradient(
-            dbias, bias_stride, ds, b, head, rows, keys, q_end, k_limit, 0, ATOMIC
-        )
+        add_bias_gradient(dbias, bias_stride, ds, b, head, rows, keys, q_end, k_limit, 0, ATOMIC)
     if NATURAL and extra.modified is not None:
         ds *= slope(s * scale, extra.mods, extra.modified, b, head, rows, keys, offset)
     ds = ds.to(q1.dtype)

@@ -116,9 +116,7 @@ def renormalise(
         s = products(
             q1, q2, k, None, None, lay, sk, b, g, k0, len_k, D, D1, D2, BK, True, PRECISION
         )
-        s = scores(
-            s, factor, band, extra, offset, b, head, rows, keys, q_end, len_k, NATURAL, True
-        )
+        s = scores(s, factor, band, extra, offset, b, head, rows, keys, q_end, len_k, NATURAL, True)
         if sparse is not None:
             which = tl.load(sparse.pattern + tile_at)
             seen = pattern_of(sparse, which, rows - q_base, keys - k_base)

@@ -22,7 +22,6 @@ SCAN = tl.constexpr(1024)  # rows of a table that are looked at together
 _A, _B, _GOLDEN = tl.constexpr(dropout._A), tl.constexpr(dropout._B), tl.constexpr(dropout._GOLDEN)
 
 
-
 def plain(fn):
     """A function without a word of Triton, compiled; the interpreter runs it as it is."""
     return fn if triton.knobs.runtime.interpret else triton.jit(fn)
@@ -34,7 +33,6 @@ full_range = plain(rules.full_range)
 query_range = plain(rules.query_range)
 
 
-
 @triton.jit
 def full_query_range(k_first, k_last, len_q, offset, left, right, prefix):
     """Rows [start, end) that see every key in k_first..k_last: the inverse of `full_range`."""
@@ -44,7 +42,7 @@ def full_query_range(k_first, k_last, len_q, offset, left, right, prefix):
         end = min(end, k_first - offset + left + 1)
     if right is not None:
         first = k_last - offset - right
-        if prefix is not None:
+        if prefix is not None:  # noqa: SIM102 (the first is decided when compiled)
             if k_last < prefix:
                 first = first * 0
         start = max(start, first)
@@ -164,6 +162,18 @@ def load_keys(
         col = COL + tl.arange(0, WIDTH)
         inside = (key < limit)[:, None] & (col < DIM)[None, :]
         return tl.load(base + row[:, None] + col[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_rows(
+    base, box, b, head, first, limit, stride, DIM: tl.constexpr, COL: tl.constexpr,
+    WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` for rows, by TMA where box is a descriptor."""
+    if box is not None:
+        return box.load([b, first, head, COL]).reshape([N, WIDTH])
+    else:
+        return load_tile(base, first, limit, stride, DIM, COL, WIDTH, N, MASKED)
 
 
 @triton.jit
@@ -327,7 +337,7 @@ def arguments(mod, b, head, rows, keys, place):
     """All of a mod's arguments."""
     args = ()
     for i in tl.static_range(mod.count):
-        args = args + (argument(mod.slots[i], b, head, rows, keys, place),)
+        args = args + (argument(mod.slots[i], b, head, rows, keys, place),)  # noqa: RUF005
     return args
 
 

@@ -1,0 +1,84 @@
+"""The backend `gluon_sm90`: FlashAttention-3's forward for Hopper, written in Gluon.
+
+Nothing here imports triton before a launch: `why_not` answers on any machine. The backward is Triton's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+
+import torch
+from torch import Tensor
+
+from relampago.plan import Plan, first_match
+from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
+
+KNOWS = frozenset({"window", "prefix", "deterministic mode"})
+OLDEST = (3, 6)
+
+
+@functools.lru_cache(maxsize=1)
+def _refuse_triton() -> str | None:
+    try:
+        found = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed"
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"needs triton 3.6 or newer, got {found}"
+    return None
+
+
+class GluonSm90:
+    """Dense sequences in bf16 and fp16, head dims up to 256, forward only."""
+
+    name = "gluon_sm90"
+
+    def why_not(self, p: Problem) -> str | None:
+        if p.device.kind != "cuda":
+            return f"runs on cuda tensors, got {p.device.kind}"
+        if p.device.arch != "sm90":
+            return f"needs sm90, got {p.device.arch}"
+        if p.direction != "forward":
+            return "does the forward only"
+        if p.dtype not in ("bf16", "fp16"):
+            return f"knows bf16 and fp16, got {p.dtype}"
+        if max(p.dim, p.dim_v) > 256:
+            return f"head dim {max(p.dim, p.dim_v)} > 256"
+        return refuse_unknown(p, KNOWS) or self._refuse_few(p) or _refuse_triton()
+
+    def plan(self, p: Problem) -> Plan:
+        return first_match((p.device.arch, "sm90"), "gluon_sm90.forward", p)
+
+    def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        from relampago.backends.gluon.launch import forward
+
+        with _on(x.q.device):
+            return forward(plan, x, p.device.multiprocessors)
+
+    def backward(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        raise NotImplementedError("gluon_sm90 does the forward only")
+
+    def _refuse_few(self, p: Problem) -> str | None:
+        """A short query against many keys leaves the chip empty, unless the keys are split."""
+        tiles = -(-p.len_q // 128) * p.heads_q * p.batch
+        if p.len_q <= 64 and p.len_k >= 1024 and 2 * tiles <= p.device.multiprocessors:
+            return f"does not split over keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
+        return None
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,46 @@
+"""Which tile comes when, and which keys it visits: plain arithmetic.
+
+The kernel compiles these functions and the protocol test runs them as they are, so that the two cannot disagree.
+Rows of queries are cut in tiles of BQ, keys in blocks of BK. Numbers are never negative where they are divided.
+"""
+
+GRID = 0  # one block of threads per tile; the hardware hands them out
+STATIC = 1  # persistent blocks, tiles by a fixed rule
+DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
+SLOTS = 2  # tile numbers that the producer may be ahead of the consumers
+
+
+def place(tile, tiles, section, count):
+    """(row tile, sequence and head) of a tile number.
+
+    Heads go in sections whose keys and values fit the L2 cache together; within one, the last rows first, since under
+    causal they are the heaviest, and all heads' tile before the next.
+    """
+    span = section * tiles
+    first = tile // span * section
+    rest = tile % span
+    width = min(section, count - first)
+    return tiles - 1 - rest // width, first + rest % width
+
+
+def snake(turn, program, programs):
+    """The tile number of a program's turn: back and forth, which evens out a list that falls."""
+    back = turn % 2
+    return turn * programs + program + back * (programs - 1 - 2 * program)
+
+
+def blocks(start, end, BK):
+    """(first block, number of blocks) of the keys [start, end); at least one, whose mask may hide everything."""
+    end = max(end, 1)
+    last = (end + (BK - 1)) // BK
+    first = min(start // BK, last - 1)
+    return first, last - first
+
+
+def advance(stage, phase, STAGES):
+    """The next place in a ring, and the parity of its barriers' phase."""
+    stage = stage + 1
+    last = stage == STAGES
+    phase = phase ^ 1 if last else phase
+    stage = 0 if last else stage
+    return stage, phase

@@ -1,0 +1,445 @@
+"""The forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithm 2, in Gluon. See docs/hopper.md for the drawing.
+
+A block of threads is one producer warp, which loads tiles by TMA, and WGS consumer warpgroups, each with 64 rows of
+queries, which multiply by WGMMA. While the tensor cores form Sⱼ = Q·Kⱼᵀ and then O += Pⱼ₋₁·Vⱼ₋₁, a warpgroup takes the
+softmax of Sⱼ under the second product. Keys are visited from the last block to the first.
+
+The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights, s scores.
+Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, D/E head dims of keys and
+values, padded to powers of two by TMA's zero fill.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from relampago.backends.gluon import schedule
+from relampago.backends.gluon.channel import Channel, barriers, channel, receive, release, send
+from relampago.backends.gluon.versions import aggregate, tma_store
+from relampago.masks import rules
+
+LN2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)  # of a warpgroup: WGMMA's M
+GRID, STATIC, DYNAMIC = (
+    gl.constexpr(schedule.GRID), gl.constexpr(schedule.STATIC), gl.constexpr(schedule.DYNAMIC),
+)  # fmt: skip
+SLOTS = gl.constexpr(schedule.SLOTS)
+FIRST_TURN = gl.constexpr(8)  # named barriers 8, 9, 10 order the warpgroups; Triton uses the first few
+
+visible = gluon.jit(rules.visible)
+place = gluon.jit(schedule.place)
+snake = gluon.jit(schedule.snake)
+key_range = gluon.jit(rules.key_range)
+full_range = gluon.jit(rules.full_range)
+blocks = gluon.jit(schedule.blocks)
+advance = gluon.jit(schedule.advance)
+
+
+@aggregate
+class Size:
+    """Lengths and counts."""
+
+    len_q: gl.tensor
+    len_k: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor  # query heads per kv head
+    tiles: gl.tensor  # row tiles of a head
+    section: gl.tensor  # heads in flight together
+    count: gl.tensor  # tiles in all
+
+    @gluon.constexpr_function
+    def __init__(self, len_q, len_k, heads, group, tiles, section, count):
+        self.len_q = len_q
+        self.len_k = len_k
+        self.heads = heads
+        self.group = group
+        self.tiles = tiles
+        self.section = section
+        self.count = count
+
+
+# ---------------------------------------------------------------------------------------------- the next tile
+
+
+@gluon.jit
+def send_tile(slots, tile, turn):
+    """Producer: tell the consumers which tile comes after this turn's."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = turn % SLOTS
+    mbarrier.wait(slots.empty.index(slot), (turn // SLOTS & 1) ^ 1)
+    slots.tiles.index(slot).store(gl.full([1], tile, gl.int32, one))
+    mbarrier.arrive(slots.full.index(slot), count=1)
+
+
+@gluon.jit
+def receive_tile(slots, turn):
+    """Consumer: which tile comes after this turn's."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = turn % SLOTS
+    mbarrier.wait(slots.full.index(slot), turn // SLOTS & 1)
+    tile = gl.max(slots.tiles.index(slot).load(one), axis=0)
+    mbarrier.arrive(slots.empty.index(slot), count=1)
+    return tile
+
+
+@gluon.jit
+def draw(counter, count):
+    """The next tile that nobody has. Every tile done draws once, so the last draw of all can set the counter back."""
+    drawn = gl.atomic_add(counter, 1, sem="relaxed")
+    if drawn == count - 1:
+        gl.store(counter, 0)
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def after(tile, turn, size, slots, SCHEDULE: gl.constexpr):
+    """Consumer: the tile after this one; `size.count` or more if there is none."""
+    if SCHEDULE == DYNAMIC:
+        return receive_tile(slots, turn)
+    elif SCHEDULE == STATIC:
+        return snake(turn + 1, gl.program_id(0), gl.num_programs(0))
+    else:
+        return tile + size.count
+
+
+@gluon.jit
+def visited(row_tile, size, offset, left, right, prefix, BQ: gl.constexpr, BK: gl.constexpr):
+    """(first block, number of blocks) of the keys that a row tile visits."""
+    row = row_tile * BQ
+    last_row = min(row + BQ, size.len_q) - 1
+    start, end = key_range(row, last_row, size.len_k, offset, left, right, prefix)
+    return blocks(start, end, BK)
+
+
+# ---------------------------------------------------------------------------------------------- producer
+
+
+@gluon.jit
+def produce(
+    queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, offset, left, right, prefix,
+    WGS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads what the consumers will need, as far ahead as the rings allow."""
+    BQ: gl.constexpr = ROWS * WGS
+    stage_k, phase_k, stage_v, phase_v = 0, 1, 0, 1
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < size.count:
+        row_tile, place_bh = place(tile, size.tiles, size.section, size.count // size.tiles)
+        b = place_bh // size.heads
+        head = place_bh % size.heads
+        g = head // size.group
+        first, n = visited(row_tile, size, offset, left, right, prefix, BQ, BK)
+        k0 = (first + n - 1) * BK
+        # the first keys before the queries: these wait for the previous tile's epilogue
+        send(keys, k_desc, stage_k, phase_k, b, k0, g)
+        stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        if SCHEDULE == DYNAMIC:
+            following = draw(counter, size.count)
+            send_tile(slots, following, turn)
+        else:
+            following = after(tile, turn, size, slots, SCHEDULE)
+        for w in gl.static_range(WGS):
+            send(queries, q_desc, w, (turn & 1) ^ 1, b, row_tile * BQ + w * ROWS, head)
+        for j in range(1, n):
+            send(keys, k_desc, stage_k, phase_k, b, k0 - j * BK, g)
+            stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+            send(values, v_desc, stage_v, phase_v, b, k0 - (j - 1) * BK, g)
+            stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+        send(values, v_desc, stage_v, phase_v, b, first * BK, g)
+        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+        tile = following
+        turn += 1
+
+
+# ---------------------------------------------------------------------------------------------- softmax
+
+
+@gluon.jit
+def exp2(x):
+    """2ˣ by the exponential unit."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def pin(x):
+    """x, behind a fence that keeps ptxas from ending the overlap: it moves the wait for PV above pure arithmetic.
+
+    The fence is a store to shared memory that never happens and that needs x: a row sum, which no one can order below
+    -1.7e38 but ptxas does not know.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $2, 0fFEFFFFFF; "
+        "@p st.volatile.shared.f32 [a], $3; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def row_max(s, R_L: gl.constexpr):
+    """Maxima of rows. A tree over a thread's own elements: gl.max alone would be one chain of dependent steps."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1] // 8
+    x = gl.max(gl.reshape(s, [M, N, 4, 2]), axis=3)
+    if N >= 16:
+        x = gl.max(gl.reshape(x, [M, 2, N // 2, 4]), axis=1)
+    if N >= 8:
+        x = gl.max(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), axis=1)
+    if N >= 4:
+        x = gl.max(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), axis=1)
+    x = gl.max(x, axis=1)
+    return gl.convert_layout(gl.max(x, axis=1), R_L, assert_trivial=True)
+
+
+@gluon.jit
+def part_sum(p):
+    """[M, 4]: sums over the elements of a row that one thread holds. The quad's four are added once, at the end."""
+    x = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3)
+    return gl.sum(x, axis=1)
+
+
+@gluon.jit
+def finite(m):
+    """The maximum to subtract: 0 for a row that has seen nothing, so that -inf minus it stays -inf."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def hide(s, k0, rows, size, offset, left, right, prefix, ENDS: gl.constexpr, S_L: gl.constexpr):
+    """Scores with -inf where a row does not see a key. ENDS: whether the block may reach beyond the last key."""
+    keys = k0 + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L)), 0)
+    rows = gl.expand_dims(rows, 1)
+    if left is not None or right is not None:
+        seen = visible(rows, keys, offset, left, right, prefix)
+        if ENDS:
+            seen = seen & (keys < size.len_k)
+        s = gl.where(seen, s, float("-inf"))
+    elif ENDS:
+        s = gl.where(keys < size.len_k, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def softmax(s, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr):
+    """Algorithm 1, lines 9 and 10: weights of this block; m, l, and what earlier sums shrink by."""
+    m_new = gl.maximum(m, row_max(s, R_L))
+    shift = finite(m_new)
+    alpha = exp2((m - shift) * factor)
+    p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK]
+    sums = part_sum(p)
+    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    l = l * gl.expand_dims(alpha4, 1) + sums  # [64, 4]
+    if PIN:
+        l = pin(l)
+    return p, m_new, l, alpha
+
+
+# ---------------------------------------------------------------------------------------------- consumer
+
+
+@gluon.jit
+def wait_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
+    """Until the warpgroup before this one has issued its products."""
+    if PINGPONG:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def give_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
+    """Let warpgroup WG issue its products."""
+    if PINGPONG:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def step(
+    q, keys, values, acc, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, rows, masked, size,
+    offset, left, right, prefix, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
+    D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
+    P_L: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
+    PIN: gl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
+    k = receive(keys, stage_k, phase_k, BK, D)
+    wait_turn(WG, PINGPONG)
+    s = gl.zeros([ROWS, BK], gl.float32, S_L)
+    s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    v = receive(values, stage_v, phase_v, BK, E)
+    acc = warpgroup_mma(p16, v, acc, is_async=True)
+    give_turn((WG + 1) % WGS, PINGPONG)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    release(keys, stage_k)
+    if MASKS:
+        if masked:
+            s = hide(s, k0, rows, size, offset, left, right, prefix, ENDS, S_L)
+    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    release(values, stage_v)
+    p16 = gl.convert_layout(p.to(p16.dtype), P_L, assert_trivial=True)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_L), assert_trivial=True)
+    acc = acc * gl.expand_dims(alpha, 1)
+    stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+    return acc, p16, m, l, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def consume(
+    queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+    WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
+    ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SHARE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 rows of every tile of this block of threads."""
+    BQ: gl.constexpr = ROWS * WGS
+    DT: gl.constexpr = keys.tiles.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16]
+    )
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16]
+    )
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    R_L: gl.constexpr = gl.SliceLayout(1, S_L)
+    RO_L: gl.constexpr = gl.SliceLayout(1, O_L)
+    stage_k, phase_k, stage_v, phase_v = 0, 0, 0, 0
+    turn = 0
+    if WG == WGS - 1:
+        give_turn(0, PINGPONG)
+    tile = gl.program_id(0)
+    while tile < size.count:
+        row_tile, place_bh = place(tile, size.tiles, size.section, size.count // size.tiles)
+        first, n = visited(row_tile, size, offset, left, right, prefix, BQ, BK)
+        row0 = row_tile * BQ + WG * ROWS
+        rows = row0 + gl.arange(0, ROWS, layout=R_L)
+        start, end = full_range(
+            row0, row0 + ROWS - 1, size.len_k, offset, left, right, prefix
+        )  # no mask is needed there
+        k0 = (first + n - 1) * BK
+        acc = gl.zeros([ROWS, E], gl.float32, O_L)
+        q = receive(queries, WG, turn & 1, ROWS, D)
+
+        # the first block: S and its softmax, with nothing to overlap but the other warpgroups
+        k = receive(keys, stage_k, phase_k, BK, D)
+        s = gl.zeros([ROWS, BK], gl.float32, S_L)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        release(keys, stage_k)
+        stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        if PEELED:
+            s = hide(s, k0, rows, size, offset, left, right, prefix, ENDS, S_L)
+        m = row_max(s, R_L)
+        shift = finite(m)
+        p = exp2(s * factor - gl.expand_dims(shift * factor, 1))
+        l = part_sum(p)
+        p16 = gl.convert_layout(p.to(DT), P_L, assert_trivial=True)
+
+        # one loop, the mask under a branch that a whole warpgroup takes: two successive loops would make LLVM carry
+        # the weights as single 16-bit values
+        for _ in range(n - 1):
+            k0 -= BK
+            masked = (k0 < start) | (k0 + BK > end)
+            acc, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
+                q, keys, values, acc, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, rows,
+                masked, size, offset, left, right, prefix, factor, WG, WGS, BK, D, E, STAGES, S_L,
+                O_L, P_L, LOOPED, ENDS, PINGPONG, PIN,
+            )  # fmt: skip
+        v = receive(values, stage_v, phase_v, BK, E)
+        acc = warpgroup_mma(p16, v, acc, is_async=True)
+        if not SHARE:
+            mbarrier.arrive(queries.empty.index(WG), count=1)
+        total = gl.convert_layout(gl.sum(l, axis=1), R_L)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        release(values, stage_v)
+        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+
+        # line 16: O = acc / l, LSE = m + ln l; a row that saw nothing has l = 0
+        b = place_bh // size.heads
+        head = place_bh % size.heads
+        inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+        inverse = gl.convert_layout(inverse, RO_L, assert_trivial=True)
+        out = (acc * gl.expand_dims(inverse, 1)).to(DT)
+        result = results.index(WG)
+        if not SHARE:
+            tma.store_wait(pendings=0)
+        result.reshape([ROWS, E]).store(out)
+        fence_async_shared()
+        tma_store(o_desc, [b, row0, head, 0], result)
+        at = lse + place_bh.to(gl.int64) * size.len_q + rows
+        gl.store(at, (finite(m) * factor + gl.log2(total)) * LN2, mask=rows < size.len_q)
+        tile = after(tile, turn, size, slots, SCHEDULE)
+        if SHARE:
+            tma.store_wait(pendings=0)
+            mbarrier.arrive(queries.empty.index(WG), count=1)
+        turn += 1
+    if WG == 0:
+        wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full
+    tma.store_wait(pendings=0)
+
+
+# ---------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=[
+    "factor", "len_q", "len_k", "heads", "group", "tiles", "section", "count", "offset", "left", "right", "prefix",
+])  # fmt: skip
+def attend(
+    q_desc, k_desc, v_desc, o_desc, lse, counter, factor, len_q, len_k, heads, group, tiles, section,
+    count, offset, left, right, prefix,
+    WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr,
+    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, SHARE: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS_PRODUCER: gl.constexpr,
+):  # fmt: skip
+    """Out and LSE of dense sequences.
+
+    PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
+    key. SHARE: O's tile lies where Q's was. The default partition takes the registers that the others leave.
+    """
+    queries = channel(q_desc, WGS, 1)
+    keys = channel(k_desc, STAGES, WGS)
+    values = channel(v_desc, STAGES, WGS)
+    if SHARE:
+        results = queries.tiles
+    else:
+        results = gl.allocate_shared_memory(o_desc.dtype, [WGS, 1, ROWS, 1, E], o_desc.layout)
+    places = gl.allocate_shared_memory(
+        gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    slots = Channel(places, barriers(SLOTS, 1), barriers(SLOTS, WGS))
+    fence_async_shared()
+    size = Size(len_q, len_k, heads, group, tiles, section, count)
+    if WGS == 3:
+        gl.warp_specialize([
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+                       0, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+                       1, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+                       2, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, offset, left, right, prefix,
+                       WGS, BK, STAGES, SCHEDULE)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+                       0, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+                       1, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, offset, left, right, prefix,
+                       WGS, BK, STAGES, SCHEDULE)),
+        ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
