@@ -29,9 +29,12 @@ class Task(NamedTuple):
 def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     """Out, shaped like q with the head dim of v, and LSE."""
     rows = x.q.shape[:-1]
-    out = x.q.new_zeros(*rows, x.v.shape[-1], dtype=x.out_dtype)
+    out = x.q.new_empty(*rows, x.v.shape[-1], dtype=x.out_dtype)
     heads_first = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else rows[::-1]
-    lse = x.q.new_full(heads_first, -math.inf, dtype=accumulate_dtype(x.q.dtype))
+    lse = x.q.new_empty(heads_first, dtype=accumulate_dtype(x.q.dtype))
+    if x.cu_q is not None:  # rows that belong to no sequence
+        out[int(x.cu_q[-1]) :] = 0
+        lse[:, int(x.cu_q[-1]) :] = -math.inf
     tasks = sorted(cut(x, plan), key=lambda task: -task.p1)  # under causal, heaviest first
     with fast_fp32(worth_fast(x)):
         threads.run(lambda task: attend(x, plan, task, out, lse), tasks)
@@ -64,8 +67,9 @@ def attend(x: Arrays, plan: Plan, task: Task, out: Tensor, lse: Tensor) -> None:
         l = l * alpha + tile.power_(sink - m_new)
         acc = None if acc is None else acc.mul_(alpha)
         m = m_new
-    if acc is not None:
-        tile.unpack(acc.div_(torch.where(l == 0, 1.0, l)), slab.queries_of(out))  # line 12
+    if acc is None:  # no key in reach
+        acc = q.new_zeros(*q.shape[:2], slab.v.shape[-1])
+    tile.unpack(acc.div_(torch.where(l == 0, 1.0, l)), slab.queries_of(out))  # line 12
     total = (m + l.log2()) * LN2 if slab.base2 else m + l.log()  # line 13
     target = slab.lse_of(lse)[:, :, task.p0 : task.p1]
     target.copy_(total.view(tile.shape).transpose(1, 2))

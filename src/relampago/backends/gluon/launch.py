@@ -130,16 +130,42 @@ def shares(plan: Plan, width: int, width_v: int) -> bool:
     return width == width_v and (rings + plan.block_q * width_v) * 2 + 1024 > SHARED
 
 
-_COUNTERS: dict[tuple[int, int], Tensor] = {}
+class Counters:
+    """Counters of a device that stand at 0; every launch leaves its own so.
+
+    Launches of a stream never overlap and share one. A CUDA graph may be replayed on any stream, so that each launch in
+    it takes one for good.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cells = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self.used = 0
+        self.of_stream: dict[int, Tensor] = {}
+
+    def take(self) -> Tensor | None:
+        """One that nobody has; None when all are taken."""
+        if self.used == self.cells.shape[0]:
+            return None
+        self.used += 1
+        return self.cells[self.used - 1 : self.used]
+
+
+_COUNTERS: dict[int, Counters] = {}
 
 
 def counter(device: torch.device) -> Tensor:
-    """A counter that stands at 0: a launch leaves it so. One per stream, since launches of a stream never overlap;
-    in a CUDA graph one per launch, since a graph may be replayed on any stream.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _COUNTERS[key]
+    """A counter at 0 for one launch on the current stream."""
+    index = device.index or 0
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if index not in _COUNTERS and not capturing:
+        _COUNTERS[index] = Counters(device)
+    counters = _COUNTERS.get(index)
+    found = None
+    if counters is not None and capturing:
+        found = counters.take()
+    elif counters is not None:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if stream not in counters.of_stream and (taken := counters.take()) is not None:
+            counters.of_stream[stream] = taken
+        found = counters.of_stream.get(stream)
+    return torch.zeros(1, dtype=torch.int32, device=device) if found is None else found

@@ -224,7 +224,11 @@ def box_of(t: Tensor, rows: int) -> tuple[Any, Any]:
 def _addressable(t: Tensor) -> bool:
     """Whether TMA can: 16-byte steps from a 16-byte address."""
     step = 16 // t.element_size()
-    return t.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in t.stride()[:-1])
+    return (
+        t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and all(s > 0 and s % step == 0 for s in t.stride()[:-1])
+    )
 
 
 def part_of(t: Tensor) -> Part:

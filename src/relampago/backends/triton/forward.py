@@ -267,9 +267,10 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k)
     launch(
-        attend, grid, plan, q, k, v, boxes, out,
-        lse, x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q), A.strides(k), A.strides(v), A.strides(out),
-        A.lse_strides(x), A.band_of(x.band), A.extra_of(x), A.sparse_of(x, False),
-        dim, *A.split(dim), dim_v, *A.split(dim_v), block_q, block_k, is_natural, precision(x),
+        attend, grid, plan, q, k, v, boxes, out, lse,
+        x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
+        A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x), A.band_of(x.band),
+        A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,
+        block_k, is_natural, precision(x),
     )  # fmt: skip
     return out, lse
