@@ -138,8 +138,8 @@ class Counters:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cells = torch.zeros(1 << 14, dtype=torch.int32, device=device)
-        self.used = 0
+        self.cells = torch.zeros((1 << 12, STEP // 4), dtype=torch.int32, device=device)
+        self.used = 0  # rows of cells: pointers that are not aligned would be compiled for apart
         self.of_stream: dict[int, Tensor] = {}
 
     def take(self) -> Tensor | None:
@@ -147,7 +147,7 @@ class Counters:
         if self.used == self.cells.shape[0]:
             return None
         self.used += 1
-        return self.cells[self.used - 1 : self.used]
+        return self.cells[self.used - 1]
 
 
 _COUNTERS: dict[int, Counters] = {}
@@ -168,4 +168,4 @@ def counter(device: torch.device) -> Tensor:
         if stream not in counters.of_stream and (taken := counters.take()) is not None:
             counters.of_stream[stream] = taken
         found = counters.of_stream.get(stream)
-    return torch.zeros(1, dtype=torch.int32, device=device) if found is None else found
+    return torch.zeros(STEP // 4, dtype=torch.int32, device=device) if found is None else found

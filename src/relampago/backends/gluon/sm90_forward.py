@@ -379,7 +379,7 @@ def consume(
         result.reshape([ROWS, E]).store(out)
         fence_async_shared()
         tma_store(o_desc, [b, row0, head, 0], result)
-        at = lse + place_bh.to(gl.int64) * size.len_q + rows
+        at = lse + gl.cast(place_bh, gl.int64) * size.len_q + rows
         gl.store(at, (finite(m) * factor + gl.log2(total)) * LN2, mask=rows < size.len_q)
         tile = after(tile, turn, size, slots, SCHEDULE)
         if SHARE:
