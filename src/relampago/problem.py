@@ -17,7 +17,7 @@ from relampago.masks.rules import Band
 from relampago.mods import no_slope
 
 
-class Layout(Enum):
+class Layout(str, Enum):
     """How sequences lie in memory."""
 
     DENSE = "dense"  # (B, L, H, D)

@@ -12,11 +12,15 @@ import importlib.metadata
 import torch
 from torch import Tensor
 
+from relampago.mods import rule_of, softcap
 from relampago.plan import Plan, first_match
 from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
 
-KNOWS = frozenset({"window", "prefix", "deterministic mode"})
+KNOWS = frozenset(
+    {"packed sequences", "window", "prefix", "score mods", "sinks", "deterministic mode"}
+)
 OLDEST = (3, 6)
+SOFTCAP = softcap(1.0).fn
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,7 +35,7 @@ def _refuse_triton() -> str | None:
 
 
 class GluonSm90:
-    """Dense sequences in bf16 and fp16, head dims up to 256, forward only."""
+    """Dense and packed sequences in bf16 and fp16, head dims up to 256, forward only."""
 
     name = "gluon_sm90"
 
@@ -46,7 +50,12 @@ class GluonSm90:
             return f"knows bf16 and fp16, got {p.dtype}"
         if max(p.dim, p.dim_v) > 256:
             return f"head dim {max(p.dim, p.dim_v)} > 256"
-        return refuse_unknown(p, KNOWS) or self._refuse_few(p) or _refuse_triton()
+        return (
+            refuse_unknown(p, KNOWS)
+            or self._refuse_parts(p)
+            or self._refuse_few(p)
+            or _refuse_triton()
+        )
 
     def plan(self, p: Problem) -> Plan:
         return first_match((p.device.arch, "sm90"), "gluon_sm90.forward", p)
@@ -69,11 +78,19 @@ class GluonSm90:
     ) -> Grads:
         raise NotImplementedError("gluon_sm90 does the forward only")
 
+    def _refuse_parts(self, p: Problem) -> str | None:
+        """What it knows in part only."""
+        if p.layout_q is not p.layout_k:
+            return "knows packed sequences only where queries and keys are both packed"
+        if any(rule_of(token).fn is not SOFTCAP for token in p.mods) or len(p.mods) > 1:
+            return "does not know score mods other than one softcap"
+        return None
+
     def _refuse_few(self, p: Problem) -> str | None:
         """A short query against many keys leaves the chip empty, unless the keys are split."""
         tiles = -(-p.len_q // 128) * p.heads_q * p.batch
         if p.len_q <= 64 and p.len_k >= 1024 and 2 * tiles <= p.device.multiprocessors:
-            return f"does not split over keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
+            return f"does not split keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
         return None
 
 

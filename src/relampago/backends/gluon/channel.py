@@ -1,4 +1,4 @@
-"""Rings of tiles in shared memory between the producer warp, which fills them by TMA, and the warpgroups that read them.
+"""Rings of tiles in shared memory between the producer warp, which fills them by TMA, and the warpgroups that read.
 
 A ring has STAGES tiles and two mbarriers for each: `full`, which the copy engine completes when the bytes have come,
 and `empty`, at which every reader arrives when it is done. The n-th use of a tile completes each barrier's n-th phase;
@@ -10,12 +10,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from relampago.backends.gluon.versions import aggregate, tma_load
+from relampago.backends.gluon import schedule
+from relampago.backends.gluon.versions import aggregate, tma_load, tma_store
+
+packed_rows = gluon.jit(schedule.packed_rows)
+FAR = gl.constexpr(schedule.FAR)
 
 
 @aggregate
 class Channel:
-    """A ring: tiles [STAGES, 1, rows, 1, dim] and their barriers [STAGES, 1]."""
+    """A ring: tiles [STAGES, 1, rows, 1, dim] or [STAGES, 1, 1, rows, 1, dim], and barriers [STAGES, 1]."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -28,6 +32,21 @@ class Channel:
         self.empty = empty
 
 
+@aggregate
+class Rows:
+    """A sequence's rows of queries or keys."""
+
+    b: gl.tensor  # which sequence
+    first: gl.tensor  # its first row in a packed tensor
+    length: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, b, first, length):
+        self.b = b
+        self.first = first
+        self.length = length
+
+
 @gluon.jit
 def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
     """Barriers of a ring that complete after COUNT arrivals."""
@@ -37,20 +56,41 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
     return bars
 
 
+@gluon.constexpr_function
+def ring(stages, block):
+    """The shape of a ring of blocks."""
+    return [stages, *block]
+
+
 @gluon.jit
 def channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A ring of tiles that a descriptor loads."""
-    shape: gl.constexpr = [STAGES, 1, desc.block_shape[1], 1, desc.block_shape[3]]
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    tiles = gl.allocate_shared_memory(desc.dtype, ring(STAGES, desc.block_shape), desc.layout)
     return Channel(tiles, barriers(STAGES, 1), barriers(STAGES, READERS))
 
 
 @gluon.jit
-def send(ring, desc, stage, phase, b, row, head):
-    """Producer: wait until the tile is free, then start its load."""
+def send(ring, desc, stage, phase, at, row, head, PACKED: gl.constexpr):
+    """Producer: wait until the tile is free, then start its load. `at` is the sequence, see `sm90_forward.locate`."""
     mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tma_load(desc, [b, row, head, 0], ring.full.index(stage), ring.tiles.index(stage))
+    if PACKED:
+        far, end, near = packed_rows(at.first, at.length, row, FAR)
+        tma_load(
+            desc, [far, end, near, head, 0], ring.full.index(stage), ring.tiles.index(stage)
+        )
+    else:
+        tma_load(desc, [at.b, row, head, 0], ring.full.index(stage), ring.tiles.index(stage))
+
+
+@gluon.jit
+def store(desc, tile, at, row, head, PACKED: gl.constexpr):
+    """Start to store a tile; rows beyond the sequence are not written."""
+    if PACKED:
+        far, end, near = packed_rows(at.first, at.length, row, FAR)
+        tma_store(desc, [far, end, near, head, 0], tile)
+    else:
+        tma_store(desc, [at.b, row, head, 0], tile)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.sm90_forward import attend
-from relampago.masks.rules import Band
+from relampago.mods import rule_of
 from relampago.plan import Plan
 from relampago.problem import Arrays
 
@@ -20,9 +20,40 @@ LOG2E = 1.4426950408889634
 L2_BYTES = 32 << 20  # of keys and values that heads in flight share, of the 50 MiB
 SHARED = 227 * 1024  # bytes of a block of threads
 ROWS = 64  # of a warpgroup
-REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a thread of a consumer and of the producer, by consumers
+REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a thread: consumers' and producer's
 STEP = 16  # bytes: TMA's unit of addresses and strides
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class Size(NamedTuple):
+    """Lengths and counts."""
+
+    len_q: int  # of packed sequences, all together
+    len_k: int
+    heads: int
+    group: int  # query heads per kv head
+    tiles: int  # row tiles of a head
+    places: int  # sequences times heads
+    section: int  # of these, those in flight together
+    count: int  # tiles in all
+
+
+class Sides(NamedTuple):
+    """A `Band`'s numbers."""
+
+    offset: int
+    left: int | None
+    right: int | None
+    prefix: int | None
+
+
+class Extra(NamedTuple):
+    """What else a call may have; None compiles to nothing."""
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    sinks: Tensor | None
+    cap: float | None  # what scores are multiplied by before tanh
 
 
 class Masks(NamedTuple):
@@ -34,39 +65,68 @@ class Masks(NamedTuple):
 
 
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
-    """Out (B, Lq, H, E) in the queries' dtype, and LSE (B, H, Lq)."""
-    batch, len_q, heads, dim = x.q.shape
-    len_k, kv_heads, dim_v = x.k.shape[1], x.k.shape[2], x.v.shape[-1]
-    lse = torch.empty((batch, heads, len_q), dtype=torch.float32, device=x.q.device)
-    if 0 in (batch, len_q, heads, len_k):
-        out = torch.zeros((batch, len_q, heads, dim_v), dtype=x.q.dtype, device=x.q.device)
-        return out, lse.fill_(float("-inf"))
+    """Out in the queries' dtype, shaped like q with the head dim of v, and LSE, (B, H, Lq) or (H, total)."""
+    if 0 in (*x.q.shape[:-1], x.len_q, x.batch, x.k.shape[-3]):
+        return _nothing(x)
     q, scale = positive(x.q, x.scale)
     q, k, v = addressable(q), addressable(x.k), addressable(x.v)
-    out = torch.empty(
-        (batch, len_q, heads, v.shape[-1]), dtype=q.dtype, device=q.device
-    )  # a copy of v may be wider
-    width, width_v = padded(dim), padded(dim_v)
+    packed = x.cu_q is not None
+    # rows of no sequence stay as they are: 0 and -inf; a copy of v may be wider than v
+    make, value = (torch.zeros, float("-inf")) if packed else (torch.empty, None)
+    out = make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = _lse(x, value)
+    width, width_v = padded(x.q.shape[-1]), padded(x.v.shape[-1])
     consumers = plan.block_q // ROWS
-    tiles = -(-len_q // plan.block_q)
-    count = tiles * batch * heads
-    grid = count if plan.schedule == schedule.GRID else min(count, multiprocessors)
-    masks = masks_of(x.band, len_q, len_k, plan.block_q, plan.block_k)
-    together = 1
-    if x.band.bounded:
-        together = max(1, L2_BYTES // (len_k * (dim + dim_v) * q.element_size()))
+    size = size_of(x, plan)
+    by = schedule.DYNAMIC if packed else plan.schedule
+    grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
+    box = packed_descriptor if packed else descriptor
+    cap = softcap_of(x.mods)
     launch(
-        attend, grid, plan,
-        descriptor(q, ROWS, width), descriptor(k, plan.block_k, width),
-        descriptor(v, plan.block_k, width_v), descriptor(out, ROWS, width_v),
-        lse, counter(q.device) if plan.schedule == schedule.DYNAMIC else lse,
-        scale * LOG2E, len_q, len_k, heads, heads // kv_heads, tiles,
-        min(together * (heads // kv_heads), batch * heads), count,
-        x.band.offset, x.band.left, x.band.right, x.band.prefix,
-        consumers, plan.block_k, width, width_v, plan.stages, plan.schedule, *masks,
-        bool(plan.pingpong), bool(plan.pin), shares(plan, width, width_v), *REGISTERS[consumers],
+        attend, grid, plan, box(q, ROWS, width), box(k, plan.block_k, width),
+        box(v, plan.block_k, width_v), box(out, ROWS, width_v), lse,
+        counter(q.device) if by == schedule.DYNAMIC else lse,
+        (scale if cap is None else cap) * LOG2E, size, Sides(*x.band[:4]),
+        Extra(x.cu_q, x.cu_k, x.sinks, None if cap is None else scale / cap),
+        consumers, plan.block_k, width, width_v, plan.stages, by,
+        *masks_of(x, plan.block_q, plan.block_k), bool(plan.pingpong), bool(plan.pin),
+        shares(plan, width, width_v), *REGISTERS[consumers],
     )  # fmt: skip
+    dim_v = x.v.shape[-1]
     return out if out.shape[-1] == dim_v else out[..., :dim_v].contiguous(), lse
+
+
+def _lse(x: Arrays, value: float | None) -> Tensor:
+    s = x.q.shape
+    shape = (s[0], s[2], s[1]) if x.cu_q is None else (s[1], s[0])
+    lse = torch.empty(shape, dtype=torch.float32, device=x.q.device)
+    return lse if value is None else lse.fill_(value)
+
+
+def _nothing(x: Arrays) -> tuple[Tensor, Tensor]:
+    """Without keys: 0, and the LSE of nothing or of the sinks."""
+    out = x.q.new_zeros((*x.q.shape[:-1], x.v.shape[-1]))
+    lse = _lse(x, float("-inf"))
+    return out, lse if x.sinks is None else lse.copy_(x.sinks[:, None].expand(lse.shape))
+
+
+def size_of(x: Arrays, plan: Plan) -> Size:
+    """Lengths, tiles, and how many heads are in flight together."""
+    heads, kv_heads, width = x.q.shape[-2], x.k.shape[-2], x.q.shape[-1] + x.v.shape[-1]
+    group, places = heads // kv_heads, x.batch * heads
+    tiles = -(-x.len_q // plan.block_q)
+    together = 1
+    if x.band.bounded or x.cu_q is not None:
+        together = max(1, L2_BYTES // max(1, x.len_k * width * x.q.element_size()))
+    section = min(together * group, places)
+    len_q, len_k = x.q.shape[-3], x.k.shape[-3]
+    return Size(len_q, len_k, heads, group, tiles, places, section, tiles * places)
+
+
+@functools.lru_cache(maxsize=1024)
+def softcap_of(mods: tuple[str, ...]) -> float | None:
+    """The cap, if there is one; `why_not` lets no other mod pass."""
+    return rule_of(mods[0]).slots[0] if mods else None
 
 
 def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
@@ -82,7 +142,7 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def addressable(t: Tensor) -> Tensor:
-    """The tensor, or a copy that TMA can address: 16-byte steps from a 16-byte address, the last dimension contiguous."""
+    """The tensor, or a copy that TMA can address: 16-byte steps, a 16-byte address, the last dimension contiguous."""
     step = STEP // t.element_size()
     steps = zip(t.shape, t.stride(), strict=True)
     *outer, inner = ((n, s) for n, s in steps)
@@ -108,20 +168,35 @@ def descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=256)
-def _box(rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], Any]:
-    block = [1, rows, 1, width]
+def _box(rows: int, width: int, dtype: torch.dtype, outer: int = 1) -> tuple[list[int], Any]:
+    block = [1] * outer + [rows, 1, width]
     return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
 
 
-def masks_of(band: Band, len_q: int, len_k: int, block_q: int, block_k: int) -> Masks:
+def packed_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """TMA's view of (total, H, D) for `schedule.packed_rows`: FAR steps of the first stride, which come to FAR rows less
+    modulo 2^64 bytes, then rows twice, of which the second ends at FAR.
+    """
+    block, layout = _box(rows, width, t.dtype, 2)
+    row, head = t.stride(0), t.stride(1) if t.shape[1] > 1 else width
+    strides = [(1 << 64) // t.element_size() // schedule.FAR - row, row, row, head, 1]
+    most = (1 << 31) - (1 << 16)
+    shape = [most, most, schedule.FAR, *t.shape[1:]]
+    return TensorDescriptor(t, shape, strides, block, layout)
+
+
+def masks_of(x: Arrays, block_q: int, block_k: int) -> Masks:
     """Which blocks need a mask. Under causal with an aligned diagonal only the first one visited does."""
-    ends = len_k % block_k != 0
+    band, packed = x.band, x.cu_q is not None
+    ends = packed or x.len_k % block_k != 0
     if band.right is not None and band.prefix is None:
-        ends = ends and len_q - 1 + band.offset + band.right >= len_k
+        last = x.len_q - 1 + band.offset + band.right - x.len_k
+        ends = ends and (band.offset + band.right > 0 if packed else last >= 0)
     if band.left is None and band.right is None:
         return Masks(ends, False, ends)
     aligned = block_k % block_q == 0 and (band.offset + (band.right or 0)) % block_q == 0
-    return Masks(True, band.left is not None or band.prefix is not None or not aligned, ends)
+    simple = aligned and not packed and band.left is None and band.prefix is None
+    return Masks(True, not simple, ends)
 
 
 def shares(plan: Plan, width: int, width_v: int) -> bool:

@@ -8,6 +8,7 @@ GRID = 0  # one block of threads per tile; the hardware hands them out
 STATIC = 1  # persistent blocks, tiles by a fixed rule
 DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
 SLOTS = 2  # tile numbers that the producer may be ahead of the consumers
+FAR = 1 << 30  # rows that TMA believes a packed sequence to end at; see `packed_rows`
 
 
 def place(tile, tiles, section, count):
@@ -44,3 +45,13 @@ def advance(stage, phase, STAGES):
     phase = phase ^ 1 if last else phase
     stage = 0 if last else stage
     return stage, phase
+
+
+def packed_rows(first, length, row, FAR):
+    """TMA coordinates of a packed sequence's row: what lies beyond the sequence is beyond the tensor to TMA.
+
+    The descriptor has three dimensions for the rows, of which the last ends at FAR. Its coordinate is such that the
+    sequence ends there too; the second moves on to the sequence, and the first comes to FAR rows less, in 64-bit
+    addresses that wrap around (see `launch.packed_descriptor`).
+    """
+    return FAR, first + length, row - length + FAR

@@ -1,12 +1,13 @@
-"""The forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithm 2, in Gluon. See docs/hopper.md for the drawing.
+"""The forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithm 2, in Gluon; docs/hopper.md has the drawing.
 
 A block of threads is one producer warp, which loads tiles by TMA, and WGS consumer warpgroups, each with 64 rows of
 queries, which multiply by WGMMA. While the tensor cores form Sⱼ = Q·Kⱼᵀ and then O += Pⱼ₋₁·Vⱼ₋₁, a warpgroup takes the
 softmax of Sⱼ under the second product. Keys are visited from the last block to the first.
 
-The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights, s scores.
-Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, D/E head dims of keys and
-values, padded to powers of two by TMA's zero fill.
+The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights,
+s scores. Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, D/E head dims of
+keys and values, padded to powers of two by TMA's zero fill. `size`, `band` and `extra` are the NamedTuples of
+`launch.py`; a field that is None compiles to nothing.
 """
 
 from triton.experimental import gluon
@@ -20,17 +21,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.channel import Channel, barriers, channel, receive, release, send
-from relampago.backends.gluon.versions import aggregate, tma_store
+from relampago.backends.gluon.channel import (
+    Channel,
+    Rows,
+    barriers,
+    channel,
+    receive,
+    release,
+    ring,
+    send,
+    store,
+)
 from relampago.masks import rules
 
 LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a warpgroup: WGMMA's M
 GRID, STATIC, DYNAMIC = (
     gl.constexpr(schedule.GRID), gl.constexpr(schedule.STATIC), gl.constexpr(schedule.DYNAMIC),
 )  # fmt: skip
 SLOTS = gl.constexpr(schedule.SLOTS)
-FIRST_TURN = gl.constexpr(8)  # named barriers 8, 9, 10 order the warpgroups; Triton uses the first few
+FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
 
 visible = gluon.jit(rules.visible)
 place = gluon.jit(schedule.place)
@@ -41,35 +52,12 @@ blocks = gluon.jit(schedule.blocks)
 advance = gluon.jit(schedule.advance)
 
 
-@aggregate
-class Size:
-    """Lengths and counts."""
-
-    len_q: gl.tensor
-    len_k: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor  # query heads per kv head
-    tiles: gl.tensor  # row tiles of a head
-    section: gl.tensor  # heads in flight together
-    count: gl.tensor  # tiles in all
-
-    @gluon.constexpr_function
-    def __init__(self, len_q, len_k, heads, group, tiles, section, count):
-        self.len_q = len_q
-        self.len_k = len_k
-        self.heads = heads
-        self.group = group
-        self.tiles = tiles
-        self.section = section
-        self.count = count
-
-
 # ---------------------------------------------------------------------------------------------- the next tile
 
 
 @gluon.jit
 def send_tile(slots, tile, turn):
-    """Producer: tell the consumers which tile comes after this turn's."""
+    """Producer: tell the consumers which tile this turn is for."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = turn % SLOTS
     mbarrier.wait(slots.empty.index(slot), (turn // SLOTS & 1) ^ 1)
@@ -79,7 +67,7 @@ def send_tile(slots, tile, turn):
 
 @gluon.jit
 def receive_tile(slots, turn):
-    """Consumer: which tile comes after this turn's."""
+    """Consumer: which tile this turn is for."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = turn % SLOTS
     mbarrier.wait(slots.full.index(slot), turn // SLOTS & 1)
@@ -90,7 +78,7 @@ def receive_tile(slots, turn):
 
 @gluon.jit
 def draw(counter, count):
-    """The next tile that nobody has. Every tile done draws once, so the last draw of all can set the counter back."""
+    """The next tile that nobody has. Every tile number draws once, so the last draw of all can set the counter back."""
     drawn = gl.atomic_add(counter, 1, sem="relaxed")
     if drawn == count - 1:
         gl.store(counter, 0)
@@ -98,22 +86,44 @@ def draw(counter, count):
 
 
 @gluon.jit
-def after(tile, turn, size, slots, SCHEDULE: gl.constexpr):
-    """Consumer: the tile after this one; `size.count` or more if there is none."""
+def tile_of(turn, size, slots, SCHEDULE: gl.constexpr):
+    """Consumer: this turn's tile; `size.count` or more if there is none."""
     if SCHEDULE == DYNAMIC:
         return receive_tile(slots, turn)
     elif SCHEDULE == STATIC:
-        return snake(turn + 1, gl.program_id(0), gl.num_programs(0))
+        return snake(turn, gl.program_id(0), gl.num_programs(0))
     else:
-        return tile + size.count
+        return gl.program_id(0) + turn * size.count
 
 
 @gluon.jit
-def visited(row_tile, size, offset, left, right, prefix, BQ: gl.constexpr, BK: gl.constexpr):
-    """(first block, number of blocks) of the keys that a row tile visits."""
-    row = row_tile * BQ
-    last_row = min(row + BQ, size.len_q) - 1
-    start, end = key_range(row, last_row, size.len_k, offset, left, right, prefix)
+def span(cu, b, total):
+    """(first row, rows) of a packed sequence, whatever stands in cu_seqlens."""
+    first = min(max(gl.load(cu + b), 0), total)
+    end = min(max(gl.load(cu + b + 1), first), total)
+    return first, end - first
+
+
+@gluon.jit
+def locate(tile, size, band, extra):
+    """(row tile, head, its rows of queries, its keys, offset) of a tile number."""
+    row_tile, which = place(tile, size.tiles, size.section, size.places)
+    b = which // size.heads
+    head = which % size.heads
+    if extra.cu_q is None:
+        return row_tile, head, Rows(b, b, size.len_q), Rows(b, b, size.len_k), band.offset
+    else:
+        first_q, len_q = span(extra.cu_q, b, size.len_q)
+        first_k, len_k = span(extra.cu_k, b, size.len_k)
+        offset = band.offset + len_k - len_q
+        return row_tile, head, Rows(b, first_q, len_q), Rows(b, first_k, len_k), offset
+
+
+@gluon.jit
+def visited(row, len_q, len_k, offset, band, BQ: gl.constexpr, BK: gl.constexpr):
+    """(first block, number of blocks) of the keys that a tile visits."""
+    last_row = min(row + BQ, len_q) - 1
+    start, end = key_range(row, last_row, len_k, offset, band.left, band.right, band.prefix)
     return blocks(start, end, BK)
 
 
@@ -121,41 +131,69 @@ def visited(row_tile, size, offset, left, right, prefix, BQ: gl.constexpr, BK: g
 
 
 @gluon.jit
+def send_rows(
+    queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, row_tile, head, q_at,
+    k_at, offset, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """All loads of a tile, and which is the next."""
+    BQ: gl.constexpr = ROWS * WGS
+    g = head // size.group
+    row = row_tile * BQ
+    first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
+    k0 = (first + n - 1) * BK
+    if SCHEDULE == DYNAMIC:
+        send_tile(slots, tile, turn)
+    # the first keys before the queries: these wait for the previous tile's epilogue
+    send(keys, k_desc, stage_k, phase_k, k_at, k0, g, PACKED)
+    stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+    for w in gl.static_range(WGS):
+        send(queries, q_desc, w, (turn & 1) ^ 1, q_at, row + w * ROWS, head, PACKED)
+    if SCHEDULE == DYNAMIC:  # early: an answer from the L2 cache takes its time
+        following = draw(counter, size.count)
+    else:
+        following = tile_of(turn + 1, size, slots, SCHEDULE)
+    for j in range(1, n):
+        send(keys, k_desc, stage_k, phase_k, k_at, k0 - j * BK, g, PACKED)
+        stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        send(values, v_desc, stage_v, phase_v, k_at, k0 - (j - 1) * BK, g, PACKED)
+        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+    send(values, v_desc, stage_v, phase_v, k_at, first * BK, g, PACKED)
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+    return following, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
 def produce(
-    queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, offset, left, right, prefix,
+    queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra,
     WGS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads what the consumers will need, as far ahead as the rings allow."""
-    BQ: gl.constexpr = ROWS * WGS
+    PACKED: gl.constexpr = extra.cu_q is not None
     stage_k, phase_k, stage_v, phase_v = 0, 1, 0, 1
     turn = 0
     tile = gl.program_id(0)
     while tile < size.count:
-        row_tile, place_bh = place(tile, size.tiles, size.section, size.count // size.tiles)
-        b = place_bh // size.heads
-        head = place_bh % size.heads
-        g = head // size.group
-        first, n = visited(row_tile, size, offset, left, right, prefix, BQ, BK)
-        k0 = (first + n - 1) * BK
-        # the first keys before the queries: these wait for the previous tile's epilogue
-        send(keys, k_desc, stage_k, phase_k, b, k0, g)
-        stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        if SCHEDULE == DYNAMIC:
-            following = draw(counter, size.count)
-            send_tile(slots, following, turn)
+        row_tile, head, q_at, k_at, offset = locate(tile, size, band, extra)
+        if PACKED:
+            if row_tile * (ROWS * WGS) < q_at.length:
+                tile, stage_k, phase_k, stage_v, phase_v = send_rows(
+                    queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band,
+                    row_tile, head, q_at, k_at, offset, tile, turn, stage_k, phase_k, stage_v,
+                    phase_v, WGS, BK, STAGES, SCHEDULE, PACKED,
+                )  # fmt: skip
+                turn += 1
+            else:  # a shorter sequence than the longest has no such tile
+                tile = draw(counter, size.count)
         else:
-            following = after(tile, turn, size, slots, SCHEDULE)
-        for w in gl.static_range(WGS):
-            send(queries, q_desc, w, (turn & 1) ^ 1, b, row_tile * BQ + w * ROWS, head)
-        for j in range(1, n):
-            send(keys, k_desc, stage_k, phase_k, b, k0 - j * BK, g)
-            stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-            send(values, v_desc, stage_v, phase_v, b, k0 - (j - 1) * BK, g)
-            stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-        send(values, v_desc, stage_v, phase_v, b, first * BK, g)
-        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-        tile = following
-        turn += 1
+            tile, stage_k, phase_k, stage_v, phase_v = send_rows(
+                queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band,
+                row_tile, head, q_at, k_at, offset, tile, turn, stage_k, phase_k, stage_v,
+                phase_v, WGS, BK, STAGES, SCHEDULE, PACKED,
+            )  # fmt: skip
+            turn += 1
+    if SCHEDULE == DYNAMIC:
+        send_tile(slots, size.count, turn)
 
 
 # ---------------------------------------------------------------------------------------------- softmax
@@ -166,6 +204,14 @@ def exp2(x):
     """2ˣ by the exponential unit."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to a unit in the last place."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
@@ -213,17 +259,25 @@ def finite(m):
 
 
 @gluon.jit
-def hide(s, k0, rows, size, offset, left, right, prefix, ENDS: gl.constexpr, S_L: gl.constexpr):
+def hide(s, k0, rows, len_k, offset, band, ENDS: gl.constexpr, S_L: gl.constexpr):
     """Scores with -inf where a row does not see a key. ENDS: whether the block may reach beyond the last key."""
     keys = k0 + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L)), 0)
     rows = gl.expand_dims(rows, 1)
-    if left is not None or right is not None:
-        seen = visible(rows, keys, offset, left, right, prefix)
+    if band.left is not None or band.right is not None:
+        seen = visible(rows, keys, offset, band.left, band.right, band.prefix)
         if ENDS:
-            seen = seen & (keys < size.len_k)
+            seen = seen & (keys < len_k)
         s = gl.where(seen, s, float("-inf"))
     elif ENDS:
-        s = gl.where(keys < size.len_k, s, float("-inf"))
+        s = gl.where(keys < len_k, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def capped(s, cap):
+    """tanh of cap · s by the exponential unit, if there is a cap; `factor` has the rest of softcap."""
+    if cap is not None:
+        s = 1.0 - 2.0 * reciprocal(1.0 + exp2(s * (cap * 2.0 * LOG2E)))
     return s
 
 
@@ -267,8 +321,8 @@ def give_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, keys, values, acc, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, rows, masked, size,
-    offset, left, right, prefix, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
+    q, keys, values, acc, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, rows, masked, len_k,
+    offset, band, cap, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
     D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
     P_L: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
     PIN: gl.constexpr,
@@ -283,9 +337,10 @@ def step(
     give_turn((WG + 1) % WGS, PINGPONG)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     release(keys, stage_k)
+    s = capped(s, cap)
     if MASKS:
-        if masked:
-            s = hide(s, k0, rows, size, offset, left, right, prefix, ENDS, S_L)
+        if masked:  # noqa: SIM102 - known when compiled, and not
+            s = hide(s, k0, rows, len_k, offset, band, ENDS, S_L)
     p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     release(values, stage_v)
@@ -298,8 +353,24 @@ def step(
 
 
 @gluon.jit
+def finish(m, total, factor, sinks, head):
+    """(what to multiply acc by, LSE) from the maxima and sums: Algorithm 1, line 12. A sink is one more score."""
+    m = m * factor
+    if sinks is not None:
+        sink = gl.cast(gl.load(sinks + head), gl.float32) * LOG2E
+        top = gl.maximum(m, sink)
+        shrink = exp2(m - finite(top))
+        total = total * shrink + exp2(sink - finite(top))
+        inverse = shrink / gl.where(total == 0.0, 1.0, total)
+        m = top
+    else:
+        inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+    return inverse, (finite(m) + gl.log2(total)) * LN2
+
+
+@gluon.jit
 def consume(
-    queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
+    queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SHARE: gl.constexpr,
@@ -307,6 +378,7 @@ def consume(
     """One warpgroup: 64 rows of every tile of this block of threads."""
     BQ: gl.constexpr = ROWS * WGS
     DT: gl.constexpr = keys.tiles.dtype
+    PACKED: gl.constexpr = extra.cu_q is not None
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16]
     )
@@ -320,14 +392,15 @@ def consume(
     turn = 0
     if WG == WGS - 1:
         give_turn(0, PINGPONG)
-    tile = gl.program_id(0)
+    tile = tile_of(turn, size, slots, SCHEDULE)
     while tile < size.count:
-        row_tile, place_bh = place(tile, size.tiles, size.section, size.count // size.tiles)
-        first, n = visited(row_tile, size, offset, left, right, prefix, BQ, BK)
+        row_tile, head, q_at, k_at, offset = locate(tile, size, band, extra)
+        len_k = k_at.length
+        first, n = visited(row_tile * BQ, q_at.length, len_k, offset, band, BQ, BK)
         row0 = row_tile * BQ + WG * ROWS
         rows = row0 + gl.arange(0, ROWS, layout=R_L)
         start, end = full_range(
-            row0, row0 + ROWS - 1, size.len_k, offset, left, right, prefix
+            row0, row0 + ROWS - 1, len_k, offset, band.left, band.right, band.prefix
         )  # no mask is needed there
         k0 = (first + n - 1) * BK
         acc = gl.zeros([ROWS, E], gl.float32, O_L)
@@ -340,8 +413,9 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        s = capped(s, extra.cap)
         if PEELED:
-            s = hide(s, k0, rows, size, offset, left, right, prefix, ENDS, S_L)
+            s = hide(s, k0, rows, len_k, offset, band, ENDS, S_L)
         m = row_max(s, R_L)
         shift = finite(m)
         p = exp2(s * factor - gl.expand_dims(shift * factor, 1))
@@ -355,7 +429,7 @@ def consume(
             masked = (k0 < start) | (k0 + BK > end)
             acc, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
                 q, keys, values, acc, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, rows,
-                masked, size, offset, left, right, prefix, factor, WG, WGS, BK, D, E, STAGES, S_L,
+                masked, len_k, offset, band, extra.cap, factor, WG, WGS, BK, D, E, STAGES, S_L,
                 O_L, P_L, LOOPED, ENDS, PINGPONG, PIN,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, BK, E)
@@ -363,14 +437,11 @@ def consume(
         if not SHARE:
             mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L)
+        inverse, rows_lse = finish(m, total, factor, extra.sinks, head)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         release(values, stage_v)
         stage_v, phase_v = advance(stage_v, phase_v, STAGES)
 
-        # line 16: O = acc / l, LSE = m + ln l; a row that saw nothing has l = 0
-        b = place_bh // size.heads
-        head = place_bh % size.heads
-        inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
         inverse = gl.convert_layout(inverse, RO_L, assert_trivial=True)
         out = (acc * gl.expand_dims(inverse, 1)).to(DT)
         result = results.index(WG)
@@ -378,14 +449,17 @@ def consume(
             tma.store_wait(pendings=0)
         result.reshape([ROWS, E]).store(out)
         fence_async_shared()
-        tma_store(o_desc, [b, row0, head, 0], result)
-        at = lse + gl.cast(place_bh, gl.int64) * size.len_q + rows
-        gl.store(at, (finite(m) * factor + gl.log2(total)) * LN2, mask=rows < size.len_q)
-        tile = after(tile, turn, size, slots, SCHEDULE)
+        store(o_desc, result, q_at, row0, head, PACKED)
+        if PACKED:
+            at = lse + gl.cast(head, gl.int64) * size.len_q + q_at.first
+        else:
+            at = lse + (gl.cast(q_at.b, gl.int64) * size.heads + head) * size.len_q
+        gl.store(at + rows, rows_lse, mask=rows < q_at.length)
+        turn += 1
+        tile = tile_of(turn, size, slots, SCHEDULE)
         if SHARE:
             tma.store_wait(pendings=0)
             mbarrier.arrive(queries.empty.index(WG), count=1)
-        turn += 1
     if WG == 0:
         wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full
     tma.store_wait(pendings=0)
@@ -394,18 +468,15 @@ def consume(
 # ---------------------------------------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=[
-    "factor", "len_q", "len_k", "heads", "group", "tiles", "section", "count", "offset", "left", "right", "prefix",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=["factor", "size", "band", "extra"])
 def attend(
-    q_desc, k_desc, v_desc, o_desc, lse, counter, factor, len_q, len_k, heads, group, tiles, section,
-    count, offset, left, right, prefix,
+    q_desc, k_desc, v_desc, o_desc, lse, counter, factor, size, band, extra,
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, SHARE: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
-    """Out and LSE of dense sequences.
+    """Out and LSE.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
     key. SHARE: O's tile lies where Q's was. The default partition takes the registers that the others leave.
@@ -416,30 +487,31 @@ def attend(
     if SHARE:
         results = queries.tiles
     else:
-        results = gl.allocate_shared_memory(o_desc.dtype, [WGS, 1, ROWS, 1, E], o_desc.layout)
+        results = gl.allocate_shared_memory(
+            o_desc.dtype, ring(WGS, o_desc.block_shape), o_desc.layout
+        )
     places = gl.allocate_shared_memory(
         gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
     slots = Channel(places, barriers(SLOTS, 1), barriers(SLOTS, WGS))
     fence_async_shared()
-    size = Size(len_q, len_k, heads, group, tiles, section, count)
     if WGS == 3:
         gl.warp_specialize([
-            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
-                       0, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
-                       1, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
-                       2, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, offset, left, right, prefix,
-                       WGS, BK, STAGES, SCHEDULE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 0, WGS, BK, D, E,
+                       STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 1, WGS, BK, D, E,
+                       STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 2, WGS, BK, D, E,
+                       STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra, WGS, BK, STAGES,
+                       SCHEDULE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
-                       0, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (consume, (queries, keys, values, slots, results, o_desc, lse, size, offset, left, right, prefix, factor,
-                       1, WGS, BK, D, E, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, offset, left, right, prefix,
-                       WGS, BK, STAGES, SCHEDULE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 0, WGS, BK, D, E,
+                       STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 1, WGS, BK, D, E,
+                       STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
+            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra, WGS, BK, STAGES,
+                       SCHEDULE)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -64,8 +64,11 @@ def backward(
     fused = not deterministic and plan.fused and dims[0] <= 256
     target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
     if (wanted.q and not fused) or (dbias is not None and not fused):
+        boxes = A.NO_BOXES
+        if by_query.tma and x.cu_k is None and x.blocks is None:
+            boxes = A.boxes_of(k, v, block_k)
         launch(
-            by_queries, grid, by_query, q, k, v, dout, dq, dbias, shift, delta, norm, factor,
+            by_queries, grid, by_query, q, k, v, *boxes, dout, dq, dbias, shift, delta, norm, factor,
             x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
             *dims, block_q, block_k, natural, how, atomic,
         )  # fmt: skip
@@ -80,7 +83,7 @@ def backward(
             if plan.tma > 1 and target is not None and target.stride(-2) % 4 == 0:
                 sums = A.box_of(target, block_q)
         launch(
-            by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target, boxes,
+            by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target, *boxes,
             *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv, sdo, A.strides(dk),
             A.strides(dv), None if target is None else A.strides(target), sl, band, extra, stride,
             A.sparse_of(x, True), *dims, block_q, block_k, natural, how, fused, atomic,

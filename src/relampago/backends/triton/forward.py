@@ -57,7 +57,7 @@ def products(
 
 @triton.jit
 def step(
-    acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, k_limit, offset, factor, size,
+    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, b, head, k0, rows, q_end, k_limit, offset, factor, size,
     lay, sk, sv, band, extra, sparse, q_base, k_base, which,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,9 +66,7 @@ def step(
     """Algorithm 1, lines 8 to 10: one tile of keys."""
     keys = k0 + tl.arange(0, BK)[None, :]
     g = head // size.group
-    s = products(
-        q1, q2, k, box.k1, box.k2, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION
-    )
+    s = products(q1, q2, k, kb1, kb2, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION)
     s = scores(
         s, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED
     )  # line 8
@@ -90,11 +88,11 @@ def step(
         p = tl.where(kept(extra, size, b, head, rows, keys), p, 0.0)
     acc1 = acc1 * alpha[:, None]
     p = p.to(v.dtype.element_ty)
-    v1 = load_keys(v, box.v1, lay, b, g, k0, k_limit, sv, E, 0, E1, BK, MASKED)  # [BK, E1]
+    v1 = load_keys(v, vb1, lay, b, g, k0, k_limit, sv, E, 0, E1, BK, MASKED)  # [BK, E1]
     acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)  # line 10
     if E2 > 0:
         acc2 = acc2 * alpha[:, None]
-        v2 = load_keys(v, box.v2, lay, b, g, k0, k_limit, sv, E, E1, E2, BK, MASKED)
+        v2 = load_keys(v, vb2, lay, b, g, k0, k_limit, sv, E, E1, E2, BK, MASKED)
         acc2 = tl.dot(p, v2, acc2, input_precision=PRECISION)
     return acc1, acc2, l, m_new
 
@@ -136,7 +134,7 @@ def query_tile(size, sparse, tile, len_q, BQ: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def attend(
-    q, k, v, box, out, lse, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
+    q, k, v, kb1, kb2, vb1, vb2, out, lse, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -170,14 +168,14 @@ def attend(
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         for k0 in tl.range(full, full_end, BK):  # line 6, without masks
             acc1, acc2, l, m = step(
-                acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, len_k, offset,
+                acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, b, head, k0, rows, q_end, len_k, offset,
                 factor, size, lay, sk, sv, band, extra, None, 0, 0, 0,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, False,
             )  # fmt: skip
         for i in tl.range(0, n):  # line 6, at the edges
             k0 = edge(i, start, full_end, before, BK)
             acc1, acc2, l, m = step(
-                acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, len_k, offset,
+                acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, b, head, k0, rows, q_end, len_k, offset,
                 factor, size, lay, sk, sv, band, extra, None, 0, 0, 0,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
@@ -190,7 +188,7 @@ def attend(
             which = tl.load(sparse.pattern + at)
             k0 = k_base + i % parts * BK
             acc1, acc2, l, m = step(
-                acc1, acc2, l, m, q1, q2, k, v, box, b, head, k0, rows, q_end, len_k, offset,
+                acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, b, head, k0, rows, q_end, len_k, offset,
                 factor, size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
@@ -267,7 +265,7 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k)
     launch(
-        attend, grid, plan, q, k, v, boxes, out, lse,
+        attend, grid, plan, q, k, v, *boxes, out, lse,
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
         A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x), A.band_of(x.band),
         A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,

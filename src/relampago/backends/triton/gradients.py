@@ -88,7 +88,7 @@ def add_rows(
 
 @triton.jit
 def keys_step(
-    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q, dout, dq, box, dq1, dq2, dbias, shift, delta, norm, b,
+    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q, dout, dq, qb1, qb2, ob1, ob2, dq1, dq2, dbias, shift, delta, norm, b,
     head, q0, keys, q_end, k_limit, offset, factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, sparse,
     q_base, k_base, which,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
@@ -97,11 +97,11 @@ def keys_step(
 ):  # fmt: skip
     """Algorithm 2, lines 11 to 17, for rows q0.. against the program's keys."""
     rows = q0 + tl.arange(0, BQ)[None, :]
-    q1 = load_rows(q, box.k1, b, head, q0, q_end, sq.l, D, 0, D1, BQ, MASKED)  # [BQ, D1]
+    q1 = load_rows(q, qb1, b, head, q0, q_end, sq.l, D, 0, D1, BQ, MASKED)  # [BQ, D1]
     s = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)  # [BK, BQ]
     q2 = q1
     if D2 > 0:
-        q2 = load_rows(q, box.k2, b, head, q0, q_end, sq.l, D, D1, D2, BQ, MASKED)
+        q2 = load_rows(q, qb2, b, head, q0, q_end, sq.l, D, D1, D2, BQ, MASKED)
         s = tl.dot(k2, tl.trans(q2), s, input_precision=PRECISION)
     top, di = row_facts(shift, delta, q0, q_end, BQ, MASKED)
     row_norm = norm
@@ -114,7 +114,7 @@ def keys_step(
         seen = pattern_of(sparse, which, rows - q_base, keys - k_base)
         masked = tl.where(seen, masked, float("-inf"))
     p = weights(masked, top[None, :], row_norm, factor, NATURAL)  # line 12
-    do1 = load_rows(dout, box.v1, b, head, q0, q_end, sdo.l, E, 0, E1, BQ, MASKED)  # [BQ, E1]
+    do1 = load_rows(dout, ob1, b, head, q0, q_end, sdo.l, E, 0, E1, BQ, MASKED)  # [BQ, E1]
     dp = tl.dot(v1, tl.trans(do1), input_precision=PRECISION)  # line 14
     pd = p
     if extra.seed is not None:
@@ -123,7 +123,7 @@ def keys_step(
     pd = pd.to(k1.dtype)
     dv1 = tl.dot(pd, do1, dv1, input_precision=PRECISION)  # line 13
     if E2 > 0:
-        do2 = load_rows(dout, box.v2, b, head, q0, q_end, sdo.l, E, E1, E2, BQ, MASKED)
+        do2 = load_rows(dout, ob2, b, head, q0, q_end, sdo.l, E, E1, E2, BQ, MASKED)
         dp = tl.dot(v2, tl.trans(do2), dp, input_precision=PRECISION)
         dv2 = tl.dot(pd, do2, dv2, input_precision=PRECISION)
     if extra.seed is not None:
@@ -192,7 +192,7 @@ def key_tile(size, sparse, tile, len_k, BK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def by_keys(
-    q, k, v, dout, dk, dv, dq, box, dq1, dq2, dbias, shift, delta, norm, factor, scale, size, lay,
+    q, k, v, dout, dk, dv, dq, qb1, qb2, ob1, ob2, dq1, dq2, dbias, shift, delta, norm, factor, scale, size, lay,
     sq, sk, sv, sdo, sdk, sdv, sdq, sl, band, extra, bias_stride, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
@@ -239,7 +239,7 @@ def by_keys(
         if sparse is None:
             for q0 in tl.range(full, full_end, BQ):
                 dk1, dk2, dv1, dv2 = keys_step(
-                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, box, dq1, dq2,
+                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, qb1, qb2, ob1, ob2, dq1, dq2,
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, None, 0, 0, 0,
                     D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, False,
@@ -247,7 +247,7 @@ def by_keys(
             for i in tl.range(0, n):
                 q0 = edge(i, start, full_end, before, BQ)
                 dk1, dk2, dv1, dv2 = keys_step(
-                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, box, dq1, dq2,
+                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, qb1, qb2, ob1, ob2, dq1, dq2,
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, None, 0, 0, 0,
                     D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, True,
@@ -262,7 +262,7 @@ def by_keys(
                 q0 = q_base + i % parts * BQ
                 limit = min(len_q, q_base + sparse.block_q)
                 dk1, dk2, dv1, dv2 = keys_step(
-                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, box, dq1, dq2,
+                    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, qb1, qb2, ob1, ob2, dq1, dq2,
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, limit, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, sparse, q_base,
                     k_base, which,
@@ -278,8 +278,8 @@ def by_keys(
 
 @triton.jit
 def queries_step(
-    dq1, dq2, q1, q2, do1, do2, k, v, dbias, top, di, row_norm, b, head, k0, rows, q_end, k_limit,
-    offset, factor, scale, size, lay, sk, sv, band, extra, bias_stride, sparse, q_base, k_base,
+    dq1, dq2, q1, q2, do1, do2, k, v, kb1, kb2, vb1, vb2, dbias, top, di, row_norm, b, head, k0,
+    rows, q_end, k_limit, offset, factor, scale, size, lay, sk, sv, band, extra, bias_stride, sparse, q_base, k_base,
     which,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,7 +289,7 @@ def queries_step(
     keys = k0 + tl.arange(0, BK)[None, :]
     g = head // size.group
     s = products(
-        q1, q2, k, None, None, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION
+        q1, q2, k, kb1, kb2, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION
     )
     masked = scores(
         s, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED
@@ -299,7 +299,7 @@ def queries_step(
         masked = tl.where(seen, masked, float("-inf"))
     p = weights(masked, top[:, None], row_norm, factor, NATURAL)  # line 12
     dp = products(
-        do1, do2, v, None, None, lay, sv, b, g, k0, k_limit, E, E1, E2, BK, MASKED, PRECISION
+        do1, do2, v, vb1, vb2, lay, sv, b, g, k0, k_limit, E, E1, E2, BK, MASKED, PRECISION
     )  # line 14
     if extra.seed is not None:
         keep = kept(extra, size, b, head, rows, keys)
@@ -310,18 +310,18 @@ def queries_step(
     if NATURAL and extra.modified is not None:
         ds *= slope(s * scale, extra.mods, extra.modified, b, head, rows, keys, offset)
     ds = ds.to(q1.dtype)
-    k1 = load_keys(k, None, lay, b, g, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
+    k1 = load_keys(k, kb1, lay, b, g, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
     dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)  # line 16
     if D2 > 0:
-        k2 = load_keys(k, None, lay, b, g, k0, k_limit, sk, D, D1, D2, BK, MASKED)
+        k2 = load_keys(k, kb2, lay, b, g, k0, k_limit, sk, D, D1, D2, BK, MASKED)
         dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
     return dq1, dq2
 
 
 @triton.jit(do_not_specialize=["size", "band"])
 def by_queries(
-    q, k, v, dout, dq, dbias, shift, delta, norm, factor, scale, size, lay, sq, sk, sv, sdo, sdq,
-    sl, band, extra, bias_stride, sparse,
+    q, k, v, kb1, kb2, vb1, vb2, dout, dq, dbias, shift, delta, norm, factor, scale, size, lay, sq,
+    sk, sv, sdo, sdq, sl, band, extra, bias_stride, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
@@ -360,7 +360,7 @@ def by_queries(
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         for k0 in tl.range(full, full_end, BK):
             dq1, dq2 = queries_step(
-                dq1, dq2, q1, q2, do1, do2, k, v, dbias, top, di, row_norm, b, head, k0, rows,
+                dq1, dq2, q1, q2, do1, do2, k, v, kb1, kb2, vb1, vb2, dbias, top, di, row_norm, b, head, k0, rows,
                 q_end, len_k, offset, factor, scale, size, lay, sk, sv, band, extra, bias_stride,
                 None, 0, 0, 0,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, ATOMIC, False,
@@ -368,7 +368,7 @@ def by_queries(
         for i in tl.range(0, n):
             k0 = edge(i, start, full_end, before, BK)
             dq1, dq2 = queries_step(
-                dq1, dq2, q1, q2, do1, do2, k, v, dbias, top, di, row_norm, b, head, k0, rows,
+                dq1, dq2, q1, q2, do1, do2, k, v, kb1, kb2, vb1, vb2, dbias, top, di, row_norm, b, head, k0, rows,
                 q_end, len_k, offset, factor, scale, size, lay, sk, sv, band, extra, bias_stride,
                 None, 0, 0, 0,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, ATOMIC, True,
@@ -383,7 +383,7 @@ def by_queries(
             k0 = k_base + i % parts * BK
             limit = min(len_k, k_base + sparse.block_k)
             dq1, dq2 = queries_step(
-                dq1, dq2, q1, q2, do1, do2, k, v, dbias, top, di, row_norm, b, head, k0, rows,
+                dq1, dq2, q1, q2, do1, do2, k, v, kb1, kb2, vb1, vb2, dbias, top, di, row_norm, b, head, k0, rows,
                 q_end, limit, offset, factor, scale, size, lay, sk, sv, band, extra, bias_stride,
                 sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, ATOMIC, True,
