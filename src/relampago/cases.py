@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relampago.masks.blocks import BlockSparse
-from relampago.masks.spec import Causal, Document, Prefix, Window
+from relampago.masks.spec import All, Causal, Document, Prefix, Window
 from relampago.mods import ScoreMod, relative_bias
 
 
@@ -81,6 +81,8 @@ class Case:
 
 
 def _move(value: Any, device: Any) -> Any:
+    if isinstance(value, All):
+        return All(tuple(_move(part, device) for part in value.masks))
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, ScoreMod):

@@ -28,6 +28,7 @@ class Plan:
         stages: depth of the software pipeline (GPU).
         tma: 1 to load tiles by TMA where they lie dense (sm90 and newer), 2 to add up dQ by it too.
         fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
+        split: 1 if dK and dV take a launch each, with twice the registers (GPU, large head dims).
         schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
@@ -39,6 +40,7 @@ class Plan:
     stages: int = 2
     tma: int = 0
     fused: int = 0
+    split: int = 0
     schedule: int = 0
     pingpong: int = 0
     pin: int = 0

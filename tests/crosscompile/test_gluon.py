@@ -1,5 +1,7 @@
 """Every row of sm90.toml for gluon_sm90 compiles with no GPU: no spills, no serialised WGMMA, the softmax under PV."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import os
@@ -49,11 +51,14 @@ def dims(row: Row) -> tuple[int, int]:
     return when.get("dim_max", when.get("dim", 256)), when.get("dim_v_max", when.get("dim_v", 256))
 
 
-def arrays(row: Row, mask: str, dtype: torch.dtype = torch.bfloat16, packed: bool = False) -> Arrays:
+def arrays(
+    row: Row, mask: str, dtype: torch.dtype = torch.bfloat16, packed: bool = False
+) -> Arrays:
     len_q, len_k, band = MASKS[mask]
     dim, dim_v = dims(row)
     q, k, v = (
-        torch.zeros(1, n, 2, d, dtype=dtype) for n, d in ((len_q, dim), (len_k, dim), (len_k, dim_v))
+        torch.zeros(1, n, 2, d, dtype=dtype)
+        for n, d in ((len_q, dim), (len_k, dim), (len_k, dim_v))
     )
     more: dict[str, Any] = {}
     if packed:
@@ -113,9 +118,7 @@ def exponentials_under_pv(body: list[str]) -> tuple[int, int]:
     waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
     assert len(waits) == 2
     assert body[waits[0]].endswith("0x1")
-    return tuple(
-        sum("MUFU.EX2" in line for line in part) for part in (body[slice(*waits)], body)
-    )
+    return tuple(sum("MUFU.EX2" in line for line in part) for part in (body[slice(*waits)], body))
 
 
 def check(built: Built, plan: Plan) -> None:
@@ -128,7 +131,9 @@ def check(built: Built, plan: Plan) -> None:
     ptx = built.asm["ptx"]
     named = {int(n) for n in re.findall(r"(?:barrier|bar)\.sync\s+(\d+)", ptx)}
     assert max(named) < FIRST_TURN.value  # Triton's own barriers and ours are not the same
-    budget = sorted({int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)})
+    budget = sorted(
+        {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
+    )
     consumers, producer = launch.REGISTERS[plan.block_q // launch.ROWS]
     assert {consumers, producer} <= set(budget)
     sass = disassembled(built)
@@ -163,7 +168,9 @@ def test_packed(monkeypatch, row, mask) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_sinks_and_softcap(monkeypatch, row) -> None:
     x = replace(
-        arrays(row, "causal"), sinks=torch.zeros(2, dtype=torch.bfloat16), mods=(register(softcap(30.0)),)
+        arrays(row, "causal"),
+        sinks=torch.zeros(2, dtype=torch.bfloat16),
+        mods=(register(softcap(30.0)),),
     )
     check(build(monkeypatch, row.plan, x), row.plan)
 

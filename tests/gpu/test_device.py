@@ -44,6 +44,7 @@ def test_head_dim_32_with_64_by_128_tiles_and_two_stages() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_graph_of_forward_and_backward() -> None:
     q, k, v = make(grad=True)
     dout = torch.randn_like(q)

@@ -90,7 +90,9 @@ class GluonSm90:
         """A short query against many keys leaves the chip empty, unless the keys are split."""
         tiles = -(-p.len_q // 128) * p.heads_q * p.batch
         if p.len_q <= 64 and p.len_k >= 1024 and 2 * tiles <= p.device.multiprocessors:
-            return f"does not split keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
+            return (
+                f"does not split keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
+            )
         return None
 
 

@@ -76,9 +76,7 @@ def send(ring, desc, stage, phase, at, row, head, PACKED: gl.constexpr):
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
     if PACKED:
         far, end, near = packed_rows(at.first, at.length, row, FAR)
-        tma_load(
-            desc, [far, end, near, head, 0], ring.full.index(stage), ring.tiles.index(stage)
-        )
+        tma_load(desc, [far, end, near, head, 0], ring.full.index(stage), ring.tiles.index(stage))
     else:
         tma_load(desc, [at.b, row, head, 0], ring.full.index(stage), ring.tiles.index(stage))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -64,36 +65,79 @@ class Masks(NamedTuple):
     ends: bool  # whether a mask must look at the last key
 
 
+class Box(NamedTuple):
+    """TMA's view of a tensor, but for the address."""
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+    layout: Any
+
+
+class Setting(NamedTuple):
+    """All of a launch that its shapes decide."""
+
+    grid: int
+    schedule: int
+    boxes: tuple[Box, ...]  # q, k, v, out
+    size: Size
+    sides: Sides
+    cap: float | None
+    constants: tuple[Any, ...]
+
+
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
     """Out in the queries' dtype, shaped like q with the head dim of v, and LSE, (B, H, Lq) or (H, total)."""
     if 0 in (*x.q.shape[:-1], x.len_q, x.batch, x.k.shape[-3]):
         return _nothing(x)
     q, scale = positive(x.q, x.scale)
     q, k, v = addressable(q), addressable(x.k), addressable(x.v)
-    packed = x.cu_q is not None
+    setting = setting_of(
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, plan, multiprocessors,
+        x.batch, x.len_q, x.len_k, Sides(*x.band[:4]), x.mods, x.cu_q is not None,
+    )  # fmt: skip
     # rows of no sequence stay as they are: 0 and -inf; a copy of v may be wider than v
-    make, value = (torch.zeros, float("-inf")) if packed else (torch.empty, None)
+    make, value = (torch.empty, None) if x.cu_q is None else (torch.zeros, float("-inf"))
     out = make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = _lse(x, value)
-    width, width_v = padded(x.q.shape[-1]), padded(x.v.shape[-1])
-    consumers = plan.block_q // ROWS
-    size = size_of(x, plan)
-    by = schedule.DYNAMIC if packed else plan.schedule
-    grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
-    box = packed_descriptor if packed else descriptor
-    cap = softcap_of(x.mods)
+    cap = setting.cap
     launch(
-        attend, grid, plan, box(q, ROWS, width), box(k, plan.block_k, width),
-        box(v, plan.block_k, width_v), box(out, ROWS, width_v), lse,
-        counter(q.device) if by == schedule.DYNAMIC else lse,
-        (scale if cap is None else cap) * LOG2E, size, Sides(*x.band[:4]),
-        Extra(x.cu_q, x.cu_k, x.sinks, None if cap is None else scale / cap),
-        consumers, plan.block_k, width, width_v, plan.stages, by,
-        *masks_of(x, plan.block_q, plan.block_k), bool(plan.pingpong), bool(plan.pin),
-        shares(plan, width, width_v), *REGISTERS[consumers],
+        attend, setting.grid, plan, *map(descriptor, (q, k, v, out), setting.boxes), lse,
+        counter(q.device) if setting.schedule == schedule.DYNAMIC else lse,
+        (scale if cap is None else cap) * LOG2E, setting.size, setting.sides,
+        Extra(x.cu_q, x.cu_k, x.sinks, None if cap is None else scale / cap), *setting.constants,
     )  # fmt: skip
     dim_v = x.v.shape[-1]
     return out if out.shape[-1] == dim_v else out[..., :dim_v].contiguous(), lse
+
+
+@functools.lru_cache(maxsize=4096)
+def setting_of(
+    shape_q: tuple[int, ...], strides_q: tuple[int, ...], shape_k: tuple[int, ...],
+    strides_k: tuple[int, ...], shape_v: tuple[int, ...], strides_v: tuple[int, ...],
+    dtype: torch.dtype, plan: Plan, multiprocessors: int, batch: int, len_q: int, len_k: int,
+    sides: Sides, mods: tuple[str, ...], packed: bool,
+) -> Setting:  # fmt: skip
+    """The launch for these shapes; a warm call finds it here."""
+    width, width_v = padded(shape_q[-1]), padded(shape_v[-1])
+    size = size_of(shape_q, shape_k, shape_v[-1], batch, len_q, len_k, sides, packed, plan)
+    by = schedule.DYNAMIC if packed else plan.schedule
+    shape_out = (*shape_q[:-1], shape_v[-1])
+    strides_out = [math.prod(shape_out[i + 1 :]) for i in range(len(shape_out))]
+    parts = (
+        (shape_q, strides_q, ROWS, width), (shape_k, strides_k, plan.block_k, width),
+        (shape_v, strides_v, plan.block_k, width_v), (shape_out, strides_out, ROWS, width_v),
+    )  # fmt: skip
+    view = packed_box if packed else dense_box
+    consumers = plan.block_q // ROWS
+    constants = (
+        consumers, plan.block_k, width, width_v, plan.stages, by,
+        *masks_of(sides, len_q, len_k, packed, plan), bool(plan.pingpong), bool(plan.pin),
+        shares(plan, width, width_v), *REGISTERS[consumers],
+    )  # fmt: skip
+    grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
+    boxes = tuple(view(*part, dtype) for part in parts)
+    return Setting(grid, by, boxes, size, sides, softcap_of(mods), constants)
 
 
 def _lse(x: Arrays, value: float | None) -> Tensor:
@@ -110,23 +154,24 @@ def _nothing(x: Arrays) -> tuple[Tensor, Tensor]:
     return out, lse if x.sinks is None else lse.copy_(x.sinks[:, None].expand(lse.shape))
 
 
-def size_of(x: Arrays, plan: Plan) -> Size:
+def size_of(
+    shape_q: tuple[int, ...], shape_k: tuple[int, ...], dim_v: int, batch: int, len_q: int,
+    len_k: int, sides: Sides, packed: bool, plan: Plan,
+) -> Size:  # fmt: skip
     """Lengths, tiles, and how many heads are in flight together."""
-    heads, kv_heads, width = x.q.shape[-2], x.k.shape[-2], x.q.shape[-1] + x.v.shape[-1]
-    group, places = heads // kv_heads, x.batch * heads
-    tiles = -(-x.len_q // plan.block_q)
+    heads, width = shape_q[-2], shape_q[-1] + dim_v
+    group, places = heads // shape_k[-2], batch * heads
+    tiles = -(-len_q // plan.block_q)
     together = 1
-    if x.band.bounded or x.cu_q is not None:
-        together = max(1, L2_BYTES // max(1, x.len_k * width * x.q.element_size()))
+    if packed or sides.left is not None or sides.right is not None:
+        together = max(1, L2_BYTES // max(1, len_k * width * 2))
     section = min(together * group, places)
-    len_q, len_k = x.q.shape[-3], x.k.shape[-3]
-    return Size(len_q, len_k, heads, group, tiles, places, section, tiles * places)
+    return Size(shape_q[-3], shape_k[-3], heads, group, tiles, places, section, tiles * places)
 
 
-@functools.lru_cache(maxsize=1024)
 def softcap_of(mods: tuple[str, ...]) -> float | None:
     """The cap, if there is one; `why_not` lets no other mod pass."""
-    return rule_of(mods[0]).slots[0] if mods else None
+    return float(rule_of(mods[0]).slots[0]) if mods else None
 
 
 def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
@@ -144,10 +189,7 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
 def addressable(t: Tensor) -> Tensor:
     """The tensor, or a copy that TMA can address: 16-byte steps, a 16-byte address, the last dimension contiguous."""
     step = STEP // t.element_size()
-    steps = zip(t.shape, t.stride(), strict=True)
-    *outer, inner = ((n, s) for n, s in steps)
-    fits = all(s > 0 and s % step == 0 for n, s in outer if n > 1)
-    if t.data_ptr() % STEP == 0 and fits and (inner[1] == 1 or inner[0] == 1):
+    if t.data_ptr() % STEP == 0 and _steps_fit(t.shape, t.stride(), step):
         return t
     dim = t.shape[-1]
     copy = t.new_zeros((*t.shape[:-1], -(-dim // step) * step))
@@ -155,47 +197,60 @@ def addressable(t: Tensor) -> Tensor:
     return copy
 
 
+@functools.lru_cache(maxsize=4096)
+def _steps_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
+    *outer, (dim, inner) = zip(shape, strides, strict=True)
+    return (inner == 1 or dim == 1) and all(s > 0 and s % step == 0 for n, s in outer if n > 1)
+
+
 def padded(dim: int) -> int:
     """The width of a tile: a power of two, at least what one swizzle pattern spans."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
-def descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """TMA's view of (B, L, H, D), in boxes [1, rows, 1, width]; what lies beyond the tensor reads as 0."""
-    block, layout = _box(rows, width, t.dtype)
-    strides = [s if n > 1 else width for n, s in zip(t.shape[:-1], t.stride(), strict=False)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], block, layout)
+def descriptor(t: Tensor, box: Box) -> TensorDescriptor:
+    """TMA's view of a tensor. `addressable` saw to what the constructor would check again."""
+    found = object.__new__(TensorDescriptor)
+    found.base, found.padding = t, "zero"
+    found.shape, found.strides, found.block_shape, found.layout = box
+    return found
 
 
-@functools.lru_cache(maxsize=256)
-def _box(rows: int, width: int, dtype: torch.dtype, outer: int = 1) -> tuple[list[int], Any]:
-    block = [1] * outer + [rows, 1, width]
-    return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+def dense_box(shape: Any, strides: Any, rows: int, width: int, dtype: torch.dtype) -> Box:
+    """(B, L, H, D), in boxes [1, rows, 1, width]; what lies beyond the tensor reads as 0."""
+    outer = [s if n > 1 else width for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+    return _box([*shape], [*outer, 1], [1, rows, 1, width], dtype)
 
 
-def packed_descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """TMA's view of (total, H, D) for `schedule.packed_rows`: FAR steps of the first stride, which come to FAR rows less
-    modulo 2^64 bytes, then rows twice, of which the second ends at FAR.
+def packed_box(shape: Any, strides: Any, rows: int, width: int, dtype: torch.dtype) -> Box:
+    """(total, H, D) for `schedule.packed_rows`: FAR steps of the first stride, which come to FAR rows less modulo 2^64
+    bytes, then rows twice, of which the second ends at FAR.
     """
-    block, layout = _box(rows, width, t.dtype, 2)
-    row, head = t.stride(0), t.stride(1) if t.shape[1] > 1 else width
-    strides = [(1 << 64) // t.element_size() // schedule.FAR - row, row, row, head, 1]
+    row, head = (s if n > 1 else width for n, s in zip(shape[:2], strides[:2], strict=True))
+    back = (1 << 64) // dtype.itemsize // schedule.FAR - row
     most = (1 << 31) - (1 << 16)
-    shape = [most, most, schedule.FAR, *t.shape[1:]]
-    return TensorDescriptor(t, shape, strides, block, layout)
+    return _box(
+        [most, most, schedule.FAR, *shape[1:]],
+        [back, row, row, head, 1],
+        [1, 1, rows, 1, width],
+        dtype,
+    )
 
 
-def masks_of(x: Arrays, block_q: int, block_k: int) -> Masks:
+def _box(shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> Box:
+    return Box(shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype]))
+
+
+def masks_of(sides: Sides, len_q: int, len_k: int, packed: bool, plan: Plan) -> Masks:
     """Which blocks need a mask. Under causal with an aligned diagonal only the first one visited does."""
-    band, packed = x.band, x.cu_q is not None
-    ends = packed or x.len_k % block_k != 0
-    if band.right is not None and band.prefix is None:
-        last = x.len_q - 1 + band.offset + band.right - x.len_k
-        ends = ends and (band.offset + band.right > 0 if packed else last >= 0)
-    if band.left is None and band.right is None:
+    offset, left, right, prefix = sides
+    ends = packed or len_k % plan.block_k != 0
+    if right is not None and prefix is None:
+        ends = ends and (offset + right > 0 if packed else len_q - 1 + offset + right >= len_k)
+    if left is None and right is None:
         return Masks(ends, False, ends)
-    aligned = block_k % block_q == 0 and (band.offset + (band.right or 0)) % block_q == 0
-    simple = aligned and not packed and band.left is None and band.prefix is None
+    diagonal = plan.block_k % plan.block_q == 0 and (offset + (right or 0)) % plan.block_q == 0
+    simple = diagonal and not packed and left is None and prefix is None
     return Masks(True, not simple, ends)
 
 

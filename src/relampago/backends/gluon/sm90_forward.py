@@ -338,8 +338,8 @@ def step(
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     release(keys, stage_k)
     s = capped(s, cap)
-    if MASKS:
-        if masked:  # noqa: SIM102 - known when compiled, and not
+    if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if masked:
             s = hide(s, k0, rows, len_k, offset, band, ENDS, S_L)
     p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -503,8 +503,8 @@ def attend(
                        STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
             (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 2, WGS, BK, D, E,
                        STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra, WGS, BK, STAGES,
-                       SCHEDULE)),
+            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra, WGS, BK,
+                       STAGES, SCHEDULE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -512,6 +512,6 @@ def attend(
                        STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
             (consume, (queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, 1, WGS, BK, D, E,
                        STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE)),
-            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra, WGS, BK, STAGES,
-                       SCHEDULE)),
+            (produce, (queries, keys, values, slots, q_desc, k_desc, v_desc, counter, size, band, extra, WGS, BK,
+                       STAGES, SCHEDULE)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -82,12 +82,18 @@ def backward(
             boxes = A.boxes_of(q, dout, block_q)
             if plan.tma > 1 and target is not None and target.stride(-2) % 4 == 0:
                 sums = A.box_of(target, block_q)
-        launch(
-            by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target, *boxes,
-            *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv, sdo, A.strides(dk),
-            A.strides(dv), None if target is None else A.strides(target), sl, band, extra, stride,
-            A.sparse_of(x, True), *dims, block_q, block_k, natural, how, fused, atomic,
-        )  # fmt: skip
+        with_k, with_v = wanted.k or fused, wanted.v or fused
+        passes = ((True, False), (False, True)) if plan.split and not fused else ((with_k, with_v),)
+        for one_k, one_v in passes:
+            if (one_k and not with_k) or (one_v and not with_v):
+                continue
+            launch(
+                by_keys, tiles * size.batch * size.heads, plan, q, k, v, dout, dk, dv, target,
+                *boxes, *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv,
+                sdo, A.strides(dk), A.strides(dv), None if target is None else A.strides(target),
+                sl, band, extra, stride, A.sparse_of(x, True), *dims, block_q, block_k, natural,
+                how, fused, atomic, one_k, one_v,
+            )  # fmt: skip
         if target is not None:
             torch.mul(target, x.scale, out=dq)
     dsinks = None if x.sinks is None else sink_gradient(x, shift, delta, norm, natural)

@@ -93,7 +93,8 @@ def keys_step(
     q_base, k_base, which,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
-    FUSED: tl.constexpr, ATOMIC: tl.constexpr, MASKED: tl.constexpr,
+    FUSED: tl.constexpr, ATOMIC: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 11 to 17, for rows q0.. against the program's keys."""
     rows = q0 + tl.arange(0, BQ)[None, :]
@@ -115,17 +116,26 @@ def keys_step(
         masked = tl.where(seen, masked, float("-inf"))
     p = weights(masked, top[None, :], row_norm, factor, NATURAL)  # line 12
     do1 = load_rows(dout, ob1, b, head, q0, q_end, sdo.l, E, 0, E1, BQ, MASKED)  # [BQ, E1]
-    dp = tl.dot(v1, tl.trans(do1), input_precision=PRECISION)  # line 14
-    pd = p
-    if extra.seed is not None:
-        keep = kept(extra, size, b, head, rows, keys)
-        pd = tl.where(keep, p * extra.upscale, 0.0)
-    pd = pd.to(k1.dtype)
-    dv1 = tl.dot(pd, do1, dv1, input_precision=PRECISION)  # line 13
+    do2 = do1
     if E2 > 0:
         do2 = load_rows(dout, ob2, b, head, q0, q_end, sdo.l, E, E1, E2, BQ, MASKED)
-        dp = tl.dot(v2, tl.trans(do2), dp, input_precision=PRECISION)
-        dv2 = tl.dot(pd, do2, dv2, input_precision=PRECISION)
+    dp = p
+    if WITH_K:
+        dp = tl.dot(v1, tl.trans(do1), input_precision=PRECISION)  # line 14
+        if E2 > 0:
+            dp = tl.dot(v2, tl.trans(do2), dp, input_precision=PRECISION)
+    if extra.seed is not None:
+        keep = kept(extra, size, b, head, rows, keys)
+    if WITH_V:
+        pd = p
+        if extra.seed is not None:
+            pd = tl.where(keep, p * extra.upscale, 0.0)
+        pd = pd.to(k1.dtype)
+        dv1 = tl.dot(pd, do1, dv1, input_precision=PRECISION)  # line 13
+        if E2 > 0:
+            dv2 = tl.dot(pd, do2, dv2, input_precision=PRECISION)
+    if not WITH_K:
+        return dk1, dk2, dv1, dv2
     if extra.seed is not None:
         dp = tl.where(keep, dp * extra.upscale, 0.0)
     ds = p * (dp - di[None, :])  # line 15
@@ -159,7 +169,7 @@ def fill_key_tail(
                 dk + origin(sdk, 0, 0, g), dv + origin(sdv, 0, 0, g), sdk, sdv, key, size.total_k,
                 tl.zeros([BK, D1], tl.float32), tl.zeros([BK, D2 if D2 > 0 else 16], tl.float32),
                 tl.zeros([BK, E1], tl.float32), tl.zeros([BK, E2 if E2 > 0 else 16], tl.float32),
-                D, D1, D2, E, E1, E2, BK,
+                D, D1, D2, E, E1, E2, BK, True, True,
             )  # fmt: skip
 
 
@@ -167,14 +177,17 @@ def fill_key_tail(
 def store_keys(
     dk, dv, sdk, sdv, k0, k_end, dk1, dk2, dv1, dv2, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BK: tl.constexpr,
+    WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):  # fmt: skip
     """Write both parts of dK and dV."""
-    store_tile(dk, k0, k_end, sdk.l, dk1, D, 0, D1, BK)
-    store_tile(dv, k0, k_end, sdv.l, dv1, E, 0, E1, BK)
-    if D2 > 0:
-        store_tile(dk, k0, k_end, sdk.l, dk2, D, D1, D2, BK)
-    if E2 > 0:
-        store_tile(dv, k0, k_end, sdv.l, dv2, E, E1, E2, BK)
+    if WITH_K:
+        store_tile(dk, k0, k_end, sdk.l, dk1, D, 0, D1, BK)
+        if D2 > 0:
+            store_tile(dk, k0, k_end, sdk.l, dk2, D, D1, D2, BK)
+    if WITH_V:
+        store_tile(dv, k0, k_end, sdv.l, dv1, E, 0, E1, BK)
+        if E2 > 0:
+            store_tile(dv, k0, k_end, sdv.l, dv2, E, E1, E2, BK)
 
 
 @triton.jit
@@ -196,9 +209,13 @@ def by_keys(
     sq, sk, sv, sdo, sdk, sdv, sdq, sl, band, extra, bias_stride, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr, WITH_K: tl.constexpr,
+    WITH_V: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys: all heads of the group, so that nothing is shared. size.heads counts kv heads."""
+    """dK, dV or both of one tile of keys: all heads of the group, so that nothing is shared.
+
+    size.heads counts kv heads. One of the two alone leaves its accumulator twice the registers.
+    """
     tile, g, b = assignment(size, False)
     if lay.cu_k is not None:
         fill_key_tail(dk, dv, lay, size, sdk, sdv, tile, g, b, D, D1, D2, E, E1, E2, BK)
@@ -242,7 +259,7 @@ def by_keys(
                     dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, qb1, qb2, ob1, ob2, dq1, dq2,
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, None, 0, 0, 0,
-                    D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, False,
+                    D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, WITH_K, WITH_V, False,
                 )  # fmt: skip
             for i in tl.range(0, n):
                 q0 = edge(i, start, full_end, before, BQ)
@@ -250,7 +267,7 @@ def by_keys(
                     dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, qb1, qb2, ob1, ob2, dq1, dq2,
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, None, 0, 0, 0,
-                    D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, True,
+                    D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, WITH_K, WITH_V, True,
                 )  # fmt: skip
         else:
             entry = list_of(sparse.stride_b, sparse.stride_h, b, head) + k_base // sparse.block_k
@@ -266,14 +283,16 @@ def by_keys(
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, limit, k_end, offset,
                     factor, scale, size, sq, sdo, sdq, band, extra, bias_stride, sparse, q_base,
                     k_base, which,
-                    D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, True,
+                    D, D1, D2, E, E1, E2, BQ, NATURAL, PRECISION, FUSED, ATOMIC, WITH_K, WITH_V, True,
                 )  # fmt: skip
     dk += origin(sdk, b, first_k, g)
     dv += origin(sdv, b, first_k, g)
     dk1 *= scale
     if D2 > 0:
         dk2 *= scale
-    store_keys(dk, dv, sdk, sdv, k0, k_end, dk1, dk2, dv1, dv2, D, D1, D2, E, E1, E2, BK)
+    store_keys(
+        dk, dv, sdk, sdv, k0, k_end, dk1, dk2, dv1, dv2, D, D1, D2, E, E1, E2, BK, WITH_K, WITH_V
+    )
 
 
 @triton.jit
