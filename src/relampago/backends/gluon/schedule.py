@@ -7,7 +7,8 @@ Rows of queries are cut in tiles of BQ, keys in blocks of BK. Numbers are never 
 GRID = 0  # one block of threads per tile; the hardware hands them out
 STATIC = 1  # persistent blocks, tiles by a fixed rule
 DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
-SLOTS = 2  # tile numbers that the producer may be ahead of the consumers
+SLOTS = 2  # tiles that the producer may have announced before the consumers take them up
+WORDS = 8  # numbers that tell the consumers of a tile
 FAR = 1 << 30  # rows that TMA believes a packed sequence to end at; see `packed_rows`
 
 

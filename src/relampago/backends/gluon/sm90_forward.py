@@ -40,7 +40,7 @@ ROWS = gl.constexpr(64)  # of a warpgroup: WGMMA's M
 GRID, STATIC, DYNAMIC = (
     gl.constexpr(schedule.GRID), gl.constexpr(schedule.STATIC), gl.constexpr(schedule.DYNAMIC),
 )  # fmt: skip
-SLOTS = gl.constexpr(schedule.SLOTS)
+SLOTS, WORDS = gl.constexpr(schedule.SLOTS), gl.constexpr(schedule.WORDS)
 FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
 
 visible = gluon.jit(rules.visible)
@@ -56,24 +56,50 @@ advance = gluon.jit(schedule.advance)
 
 
 @gluon.jit
-def send_tile(slots, tile, turn):
-    """Producer: tell the consumers which tile this turn is for."""
+def put(slots, word, value):
+    """One number into a word of shared memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slots.tiles.index(word).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def get(slots, word):
+    """A word of shared memory."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slots.tiles.index(word).load(one), axis=0)
+
+
+@gluon.jit
+def send_tile(slots, turn, row_tile, head, q_at, k_at, PACKED: gl.constexpr):
+    """Producer: tell the consumers what this turn is for, so that they need not divide; no row tile: nothing more."""
     slot = turn % SLOTS
     mbarrier.wait(slots.empty.index(slot), (turn // SLOTS & 1) ^ 1)
-    slots.tiles.index(slot).store(gl.full([1], tile, gl.int32, one))
+    put(slots, slot * WORDS, row_tile)
+    put(slots, slot * WORDS + 1, head)
+    put(slots, slot * WORDS + 2, q_at.b)
+    if PACKED:
+        put(slots, slot * WORDS + 3, q_at.first)
+        put(slots, slot * WORDS + 4, q_at.length)
+        put(slots, slot * WORDS + 5, k_at.first)
+        put(slots, slot * WORDS + 6, k_at.length)
     mbarrier.arrive(slots.full.index(slot), count=1)
 
 
 @gluon.jit
-def receive_tile(slots, turn):
-    """Consumer: which tile this turn is for."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+def receive_tile(slots, turn, size, band, PACKED: gl.constexpr):
+    """Consumer: head, rows of queries, keys and offset of this turn's tile; `tile_of` has waited for it."""
     slot = turn % SLOTS
-    mbarrier.wait(slots.full.index(slot), turn // SLOTS & 1)
-    tile = gl.max(slots.tiles.index(slot).load(one), axis=0)
+    head = get(slots, slot * WORDS + 1)
+    b = get(slots, slot * WORDS + 2)
+    first_q, len_q, first_k, len_k, offset = b, size.len_q, b, size.len_k, band.offset
+    if PACKED:
+        first_q = get(slots, slot * WORDS + 3)
+        len_q = get(slots, slot * WORDS + 4)
+        first_k = get(slots, slot * WORDS + 5)
+        len_k = get(slots, slot * WORDS + 6)
+        offset = band.offset + len_k - len_q
     mbarrier.arrive(slots.empty.index(slot), count=1)
-    return tile
+    return head, Rows(b, first_q, len_q), Rows(b, first_k, len_k), offset
 
 
 @gluon.jit
@@ -87,13 +113,17 @@ def draw(counter, count):
 
 @gluon.jit
 def tile_of(turn, size, slots, SCHEDULE: gl.constexpr):
-    """Consumer: this turn's tile; `size.count` or more if there is none."""
+    """Consumer: this turn's tile (its row tile if the schedule is dynamic), less than 0 if there is none."""
     if SCHEDULE == DYNAMIC:
-        return receive_tile(slots, turn)
+        slot = turn % SLOTS
+        mbarrier.wait(slots.full.index(slot), turn // SLOTS & 1)
+        tile = get(slots, slot * WORDS)
     elif SCHEDULE == STATIC:
-        return snake(turn, gl.program_id(0), gl.num_programs(0))
+        tile = snake(turn, gl.program_id(0), gl.num_programs(0))
+        tile = tile if tile < size.count else -1
     else:
-        return gl.program_id(0) + turn * size.count
+        tile = gl.program_id(0) if turn == 0 else -1
+    return tile
 
 
 @gluon.jit
@@ -139,11 +169,11 @@ def send_rows(
     """All loads of a tile, and which is the next."""
     BQ: gl.constexpr = ROWS * WGS
     g = head // size.group
-    row = row_tile * BQ
+    row = row_tile * BQ - size.shift
     first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
     k0 = (first + n - 1) * BK
     if SCHEDULE == DYNAMIC:
-        send_tile(slots, tile, turn)
+        send_tile(slots, turn, row_tile, head, q_at, k_at, PACKED)
     # the first keys before the queries: these wait for the previous tile's epilogue
     send(keys, k_desc, stage_k, phase_k, k_at, k0, g, PACKED)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
@@ -153,6 +183,7 @@ def send_rows(
         following = draw(counter, size.count)
     else:
         following = tile_of(turn + 1, size, slots, SCHEDULE)
+        following = size.count if following < 0 else following
     for j in range(1, n):
         send(keys, k_desc, stage_k, phase_k, k_at, k0 - j * BK, g, PACKED)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
@@ -193,7 +224,8 @@ def produce(
             )  # fmt: skip
             turn += 1
     if SCHEDULE == DYNAMIC:
-        send_tile(slots, size.count, turn)
+        nothing = Rows(turn, turn, turn)
+        send_tile(slots, turn, -1, 0, nothing, nothing, False)
 
 
 # ---------------------------------------------------------------------------------------------- softmax
@@ -393,11 +425,16 @@ def consume(
     if WG == WGS - 1:
         give_turn(0, PINGPONG)
     tile = tile_of(turn, size, slots, SCHEDULE)
-    while tile < size.count:
-        row_tile, head, q_at, k_at, offset = locate(tile, size, band, extra)
+    while tile >= 0:
+        if SCHEDULE == DYNAMIC:
+            row_tile = tile
+            head, q_at, k_at, offset = receive_tile(slots, turn, size, band, PACKED)
+        else:
+            row_tile, head, q_at, k_at, offset = locate(tile, size, band, extra)
         len_k = k_at.length
-        first, n = visited(row_tile * BQ, q_at.length, len_k, offset, band, BQ, BK)
-        row0 = row_tile * BQ + WG * ROWS
+        row0 = row_tile * BQ - size.shift
+        first, n = visited(row0, q_at.length, len_k, offset, band, BQ, BK)
+        row0 += WG * ROWS
         rows = row0 + gl.arange(0, ROWS, layout=R_L)
         start, end = full_range(
             row0, row0 + ROWS - 1, len_k, offset, band.left, band.right, band.prefix
@@ -454,7 +491,7 @@ def consume(
             at = lse + gl.cast(head, gl.int64) * size.len_q + q_at.first
         else:
             at = lse + (gl.cast(q_at.b, gl.int64) * size.heads + head) * size.len_q
-        gl.store(at + rows, rows_lse, mask=rows < q_at.length)
+        gl.store(at + rows, rows_lse, mask=(rows >= 0) & (rows < q_at.length))
         turn += 1
         tile = tile_of(turn, size, slots, SCHEDULE)
         if SHARE:
@@ -491,7 +528,7 @@ def attend(
             o_desc.dtype, ring(WGS, o_desc.block_shape), o_desc.layout
         )
     places = gl.allocate_shared_memory(
-        gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
     slots = Channel(places, barriers(SLOTS, 1), barriers(SLOTS, WGS))
     fence_async_shared()

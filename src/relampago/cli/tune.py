@@ -1,0 +1,132 @@
+"""`relampago tune`: measure plans on the machine at hand and propose table rows."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from relampago.cli.console import console, progress, seconds
+
+if TYPE_CHECKING:
+    from relampago.plan import Plan
+
+
+def tune(
+    case: Annotated[
+        str, typer.Option(help="a dense case of the catalogue (cases.BENCH)")
+    ] = "causal-d128-4k",
+    kernel: Annotated[
+        str,
+        typer.Option(help="forward, backward_dkdv or backward_dq; on the CPU forward or backward"),
+    ] = "forward",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16 or fp16; the machine's usual one if not given")
+    ] = "",
+    backend: Annotated[
+        str, typer.Option(help="cpu or triton; the machine's own if not given")
+    ] = "",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="samples of each plan")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="try at most so many plans")] = 100,
+) -> None:
+    """Measure the plans of a kernel and print the best as a row for `tuning/tables`."""
+    from relampago.cli import machine, timing
+    from relampago.cli.explain import torch_dtype
+    from relampago.tuning.search import candidates, row
+
+    where = device or machine.best_device()
+    name = backend or ("triton" if where == "cuda" else "cpu")
+    precision = dtype or ("bf16" if where == "cuda" else "fp32")
+    problem, prepare = _subject(case, torch_dtype(precision), where, name, kernel)
+    times: list[tuple[float, Plan]] = []
+    failed = 0
+    plans = list(candidates(problem, kernel))[:limit]
+    with progress() as bar:
+        for plan in bar.track(plans, description=f"{name}.{kernel} {case}"):
+            try:
+                run = prepare(plan)
+                spent = timing.alternate({"": run}, device=where, repeats=samples, budget=10)
+            except Exception as error:  # a plan may not fit the machine: that is what is asked
+                failed += 1
+                console.print(f"[dim]{_words(plan)}: {type(error).__name__}[/dim]")
+                continue
+            times.append((spent[""].median, plan))
+    if not times:
+        raise typer.Exit(1)
+    times.sort(key=lambda entry: entry[0])
+    table = Table(box=box.SIMPLE_HEAD, title=f"{problem}", title_justify="left")
+    table.add_column("plan")
+    table.add_column("median", justify="right")
+    for spent, plan in times[:8]:
+        table.add_row(_words(plan), seconds(spent))
+    console.print(table)
+    best, plan = times[0]
+    chip = machine.facts()["gpus"][0]["name"] if where == "cuda" else machine.facts()["cpu"]
+    source = f"{chip} {datetime.date.today()} relampago tune --case {case}: {best * 1e3:.3g} ms"
+    console.print(
+        f"{len(times)} plans measured, {failed} do not fit. Put this above the rows it should win over:\n"
+    )
+    console.print(row(problem, name, kernel, plan, source), markup=False, highlight=False)
+
+
+def _words(plan: Plan) -> str:
+    return " ".join(f"{name}={value}" for name, value in plan.items() if value)
+
+
+def _subject(
+    name: str, dtype: Any, device: str, backend: str, kernel: str
+) -> tuple[Any, Callable[[Plan], Callable[[], Any]]]:
+    """The problem, and what makes a plan into a call to be timed."""
+    import torch
+
+    import relampago as rl
+    from relampago.api import Options, prepare
+    from relampago.cases import BENCH
+    from relampago.errors import InvalidInput
+    from relampago.op import arrays_of, problem_of
+    from relampago.problem import Saved, Wanted
+    from relampago.select import by_name
+
+    dense = {case.name: case for case in BENCH if not case.packed}
+    if name not in dense:
+        raise InvalidInput(f"--case is {name!r}; expected one of {', '.join(dense)}")
+    known = (
+        ("forward", "backward") if backend == "cpu" else ("forward", "backward_dkdv", "backward_dq")
+    )
+    if kernel not in known:
+        raise InvalidInput(
+            f"--kernel is {kernel!r}; expected one of {', '.join(known)} for {backend}"
+        )
+    tensors, options = dense[name].make(dtype, device)
+    call = prepare(*tensors, Options(**options))
+    if kernel == "forward":
+        problem = problem_of(call)
+
+        def forward(plan: Plan) -> Callable[[], Any]:
+            def run() -> Any:
+                with rl.using(backend=backend, plan=plan):
+                    return rl.attention(*tensors, **options)
+
+            return run
+
+        return problem, forward
+    problem = problem_of(call, wanted=Wanted())
+    out, lse = rl.attention(*tensors, **options, return_lse=True, backend=backend)
+    saved, dout, x = Saved(out, lse), torch.randn_like(out), arrays_of(call)
+    if backend == "cpu":
+        engine = by_name("cpu")
+        return (
+            problem,
+            lambda plan: lambda: engine.backward(problem, plan, x, saved, dout, None, Wanted()),
+        )
+
+    from relampago.backends.triton.backward import backward
+
+    by_keys = kernel == "backward_dkdv"
+    wanted = Wanted(q=not by_keys, k=by_keys, v=by_keys)
+    return problem, lambda plan: lambda: backward(x, plan, plan, saved, dout, None, wanted, True)

@@ -1,0 +1,54 @@
+"""What `relampago tune` tries: the plans of a kernel that could make sense on a machine, small tiles first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from relampago.plan import Plan
+from relampago.problem import Problem
+
+KERNELS = ("forward", "backward_dkdv", "backward_dq")
+
+
+def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
+    """Plans for the CPU engine (tiles only) or for Triton (tiles, warps, stages, TMA on sm90 and newer)."""
+    if p.device.kind == "cpu":
+        for block_q, block_k in itertools.product((256, 512, 1024), (512, 1024, 2048, 4096)):
+            yield Plan(block_q=block_q, block_k=block_k)
+        return
+    hopper = p.device.kind == "cuda" and int(p.device.arch.removeprefix("sm")) >= 90
+    wide = max(p.dim, p.dim_v)
+    tiles = (
+        [(64, 64), (64, 128), (128, 64), (128, 128)]
+        if wide <= 128
+        else [(32, 64), (64, 32), (64, 64), (128, 32), (128, 64)]
+    )
+    if kernel == "backward_dkdv":
+        tiles = (
+            [(32, 64), (64, 64), (32, 128), (64, 128), (128, 128)]
+            if wide <= 128
+            else [(32, 64), (32, 128), (64, 64), (64, 128)]
+        )
+    for (block_q, block_k), warps, stages in itertools.product(tiles, (4, 8), (2, 3)):
+        for tma in (0, 1) if hopper else (0,):
+            yield Plan(block_q=block_q, block_k=block_k, warps=warps, stages=stages, tma=tma)
+            if kernel == "backward_dkdv" and wide > 128:
+                yield Plan(
+                    block_q=block_q, block_k=block_k, warps=warps, stages=stages, tma=tma, split=1
+                )
+
+
+def row(p: Problem, backend: str, kernel: str, plan: Plan, source: str) -> str:
+    """A table row, ready to paste: it holds for this dtype and mask, and head dims up to this one."""
+    when = f'dtype = "{p.dtype}", dim_max = {p.dim}, dim_v_max = {p.dim_v}, right = {str(p.right).lower()}'
+    if p.left:
+        when += ", left = true"
+    defaults = Plan(block_q=1, block_k=1)
+    shown = {"block_q", "block_k"} | {n for n, v in plan.items() if v != getattr(defaults, n)}
+    if backend == "triton":
+        shown |= {"warps", "stages"}
+    values = ", ".join(f"{name} = {value}" for name, value in plan.items() if name in shown)
+    return (
+        f'[[{backend}.{kernel}]]\nwhen = {{ {when} }}\nplan = {{ {values} }}\nfrom = "{source}"\n'
+    )
