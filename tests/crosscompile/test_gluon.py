@@ -1,6 +1,5 @@
 """Every row of sm90.toml for gluon_sm90 compiles with no GPU: no spills, no serialised WGMMA, the softmax under PV."""
 
-# ruff: noqa: E402
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture()
+@pytest.fixture
 def device() -> str:
     """The contract suite runs here."""
     return "cuda"

@@ -1,6 +1,5 @@
 """The contract suite's cases on the Triton kernels, run by `test_interpreter.py` in a process of its own."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import os

@@ -18,7 +18,6 @@ import torch
 from relampago.plan import Plan
 from relampago.problem import Arrays
 
-
 # ---------------------------------------------------------------------------------------------- threads, one at a time
 
 

@@ -37,7 +37,7 @@ DENSE = {
     "dropout": ({"dropout_p": 1.0}, r"dropout_p is 1.0; expected a number in \[0, 1\)"),
     "dropout negative": ({"dropout_p": -0.1}, "dropout_p is -0.1"),
     "dropout seed": ({"dropout_p": 0.1, "dropout_seed": "x"}, "dropout_seed is 'x'"),
-    "mask shape": ({"mask": torch.ones(3, 3, dtype=torch.bool)}, r"mask has shape \(3, 3\); expected one that broadcasts"),
+    "mask shape": ({"mask": torch.ones(3, 3).bool()}, r"mask has shape \(3, 3\); expected one that broadcasts"),
     "mask dtype": ({"mask": t(8, 8)}, r"mask has dtype torch.float32; expected bool \(a float mask goes to bias=\)"),
     "mask type": ({"mask": 3}, "mask is a int; expected a mask such as"),
     "mask function": ({"mask": lambda b, h, q, k: q + k}, "mask: the function returned torch.int64; expected a bool"),
@@ -80,7 +80,7 @@ def cu(*ends, dtype=torch.int32):
 PACKED = {
     "start": ({"cu_seqlens_q": cu(1, 8, 16)}, "cu_seqlens_q starts at 1; expected 0"),
     "decreasing": ({"cu_seqlens_k": cu(0, 9, 5)}, r"cu_seqlens_k decreases: \[0, 9, 5\]; expected a non-decreasing"),
-    "dtype": ({"cu_seqlens_q": cu(0, 8, 16, dtype=torch.int64)}, "cu_seqlens_q has dtype torch.int64; expected torch.int32"),
+    "dtype": ({"cu_seqlens_q": cu(0, 8, 16, dtype=torch.int64)}, "cu_seqlens_q has dtype torch.int64; expected"),
     "beyond": ({"cu_seqlens_k": cu(0, 8, 17)}, "cu_seqlens_k ends at 17; expected at most the 16 rows of k"),
     "lengths": ({"cu_seqlens_k": cu(0, 16)}, "cu_seqlens_k has another length; expected that of cu_seqlens_q"),
     "max": ({"max_seqlen_q": 7}, "max_seqlen_q is 7; expected at least 8"),

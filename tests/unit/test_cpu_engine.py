@@ -18,7 +18,7 @@ def mode() -> str:
     return torch.backends.mkldnn.matmul.fp32_precision
 
 
-@pytest.fixture()
+@pytest.fixture
 def switch(monkeypatch):
     """As on a machine where the fast product passes its self-check."""
     monkeypatch.setattr(precision, "available", lambda: True)

@@ -28,7 +28,10 @@ def caches(room: int = 64):
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": (5, 0)}, {"softcap": 3.0, "sinks": torch.randn(H)}, {"alibi_slopes": torch.rand(H)}, {"causal": False}],
+    [
+        {}, {"window": (5, 0)}, {"softcap": 3.0, "sinks": torch.randn(H)}, {"alibi_slopes": torch.rand(H)},
+        {"causal": False},
+    ],
     ids=["plain", "window", "softcap-sinks", "alibi", "full"],
 )  # fmt: skip
 def test_token_by_token_equals_the_whole(which, backend, options) -> None:
@@ -81,7 +84,7 @@ def test_an_empty_cache_gives_zero() -> None:
 
 
 def test_fork_shares_full_pages_and_copies_the_partial_one() -> None:
-    q, k, v = tokens(30)
+    _, k, v = tokens(30)
     cache = PagedKVCache(B, 12, 8, G, D, E, dtype=torch.float32)
     cache.append(k[:, :21], v[:, :21], torch.tensor([21, 3, 0], dtype=torch.int32))
     before = cache.free_pages

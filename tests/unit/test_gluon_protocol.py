@@ -129,8 +129,7 @@ PLANS = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernel_source_on_random_schedules(launcher, case, plan) -> None:
     x = arrays(case)
-    for seed in range(2):
-        compare(x, run(launcher, x, plan, seed))
+    compare(x, run(launcher, x, plan, 0))
 
 
 @pytest.mark.parametrize("turns", [0, 1])

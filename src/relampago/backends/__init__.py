@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from relampago.backends.cpu import Cpu
+from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import Reference
 from relampago.backends.triton import Triton
 from relampago.plan import Plan
@@ -44,4 +45,4 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: tuple[Backend, ...] = (Triton(), Cpu(), Reference())
+BACKENDS: tuple[Backend, ...] = (GluonSm90(), Triton(), Cpu(), Reference())

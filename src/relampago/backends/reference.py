@@ -137,7 +137,7 @@ class _Sequence:
         for rule in map(rule_of, self.x.mods):
             args = tuple(
                 slot
-                if isinstance(slot, float)
+                if not isinstance(slot, str)
                 else gather(slot, next(tensors), self.b, self.head, place, self.key, self.row)
                 for slot in rule.slots
             )
@@ -244,6 +244,7 @@ class _Sequence:
             dsinks -= ((sink - lse).exp() * delta.squeeze(-1)).sum(-1)
         place = self.row + self.band.offset
         for step, (rule, args) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
+            assert rule.dfn is not None, "why_not refuses a backward without dfn"
             ds = ds * rule.dfn(step, place, self.key, self.head, args, TORCH_MATH)
         dq = ds @ self.k * self.x.scale
         dk = ds.transpose(-1, -2) @ self.q * self.x.scale

@@ -103,7 +103,8 @@ def _subject(
             f"--kernel is {kernel!r}; expected one of {', '.join(known)} for {backend}"
         )
     tensors, options = dense[name].make(dtype, device)
-    call = prepare(*tensors, Options(**options))
+    q, k, v = tensors
+    call = prepare(q, k, v, Options(**options))
     if kernel == "forward":
         problem = problem_of(call)
 

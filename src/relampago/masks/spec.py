@@ -187,7 +187,7 @@ def _parts(mask: Any) -> tuple[Mask, ...]:
     if isinstance(mask, Tensor):
         return (Dense(mask),)
     if callable(mask) and not isinstance(mask, type):
-        return (MaskFunction(mask),)
+        return (MaskFunction(mask),)  # pyright: ignore[reportArgumentType]
     raise InvalidInput(
         f"mask is {_describe(mask)}; expected a mask such as Causal(), a bool tensor or a function fn(b, h, q, k)"
     )

@@ -24,7 +24,15 @@ from relampago.problem import Arrays, accumulate_dtype
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
-_scratch = threading.local()
+
+class _Buffers(threading.local):
+    """A thread's buffers by name and dtype."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_scratch = _Buffers()
 
 
 class Heads(NamedTuple):
@@ -243,7 +251,7 @@ class Tile:
         for rule in map(rule_of, x.mods):
             args = (
                 s
-                if isinstance(s, float)
+                if not isinstance(s, str)
                 else gather(s, next(tensors), self.slab.heads.b, head, place, key, row)
                 for s in rule.slots
             )
@@ -313,13 +321,8 @@ def columns(panel: Panel) -> Tensor:
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A buffer of this thread, reused from tile to tile: fresh memory costs a page fault every 4 KiB."""
     size = math.prod(shape)
-    buffer = _scratch.__dict__.get((name, dtype))
+    buffer = _scratch.held.get((name, dtype))
     if buffer is None or buffer.numel() < size:
         buffer = torch.empty(size, dtype=dtype)
-        _scratch.__dict__[(name, dtype)] = buffer
+        _scratch.held[name, dtype] = buffer
     return buffer[:size].view(shape)
-
-
-def release() -> None:
-    """Drop this thread's buffers."""
-    _scratch.__dict__.clear()
