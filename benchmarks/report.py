@@ -129,8 +129,10 @@ def gluon() -> str:
         for row in data["rows"]
     ]
     head = ["TFLOP/s (ratio to cuDNN)", *data["shapes"]]
-    note = f"{data['machine']}, torch {data['torch']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}; "
-        f"{data['note']}"
+    note = (
+        f"{data['machine']}, torch {data['torch']}, bf16, heads = 2048 / d, CUDA graph, "
+        f"{data['date']}; {data['note']}"
+    )
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 
