@@ -56,37 +56,55 @@ def cpu() -> str:
     return markdown("CPU: speed against SDPA", head, rows, note)
 
 
+# The table's plans (block_q, block_k, warps, stages) in the sweep: the forward, and the backward's kernels, whose times add up.
+FORWARD = {64: [64, 128, 4, 3], 128: [128, 128, 8, 3], 256: [128, 64, 8, 2]}
+BACKWARD = {
+    (64, False): {"fusedtma": [64, 64, 4, 3]},
+    (64, True): {"dkdv": [64, 64, 4, 3], "dq": [64, 64, 4, 3]},
+    (128, False): {"dkdv": [64, 128, 8, 3], "dq": [128, 64, 8, 3]},
+    (128, True): {"dkdv": [64, 128, 8, 3], "dq": [128, 64, 8, 3]},
+    (256, False): {"dkdvtma": [32, 64, 8, 2], "dqtma": [128, 32, 8, 3]},
+}
+
+
 def triton() -> str:
-    """The portable kernels on the H200."""
-    data = load("h200/triton.json")
+    """The portable kernels on the H200, beside SDPA's backends in the same run of the sweep."""
+    data = load("h200/triton-sweep.json")
+    peers: dict[tuple[int, int, bool], dict[str, tuple[float, float]]] = {}
+    ours: dict[tuple[int, bool, str, tuple[int, ...]], tuple[int, float, float]] = {}
+    for run, kind, dim, is_causal, *rest in data["rows"]:
+        if kind in ("flash", "cudnn"):
+            peers.setdefault((run, dim, is_causal), {})[kind] = (rest[0], rest[1])
+        else:  # the last run that measured it
+            ours[dim, is_causal, kind, tuple(rest[0])] = (run, rest[1], rest[2])
     rows = []
-    for row in data["rows"]:
-        if row["what"] == "16k":
-            mask = "causal" if row["causal"] else "full"
-            rows.append(
-                [f"d {row['d']} {mask}"]
-                + [
-                    f"{row[n]:.0f}"
-                    for n in ("fwd", "flash_f", "cudnn_f", "bwd", "flash_b", "cudnn_b")
-                ]
-                + [f"{row['fwd_x']:.2f}×", f"{row['bwd_x']:.2f}×"]
-            )
-    head = [
-        "TFLOP/s",
-        "forward",
-        "FA2",
-        "cuDNN",
-        "backward",
-        "FA2",
-        "cuDNN",
-        "fwd / FA2",
-        "bwd / FA2",
-    ]
+    for dim in (64, 128, 256):
+        for is_causal in (False, True):
+            cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
+            run, rate, _ = ours.get((dim, is_causal, "tma", tuple(FORWARD[dim])), (0, 0.0, 0.0))
+            cells += _beside(rate, peers.get((run, dim, is_causal), {}), 0)
+            parts = [
+                ours[dim, is_causal, kind, tuple(plan)]
+                for kind, plan in BACKWARD.get((dim, is_causal), {}).items()
+            ]
+            flops = 2.5 * 4 * 16384**2 * 2048 / (2 if is_causal else 1)
+            rate = flops / sum(ms for *_, ms in parts) / 1e9 if parts else 0.0
+            cells += _beside(rate, peers.get((parts[0][0], dim, is_causal), {}) if parts else {}, 1)
+            rows.append(cells)
+    head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
     note = (
-        f"{data['machine']}, torch {data['torch']}, bf16, 16k tokens, heads = 2048 / d, {data['date']}; FA2 and "
-        "cuDNN are SDPA's backends in the same run (`h200/triton.json`)."
+        f"{data['machine']}, bf16, 16k tokens, heads = 2048 / d, {data['date']}; FA2 and cuDNN are SDPA's backends in the "
+        "same run; backward: the kernels' times added up; – not measured (`h200/triton-sweep.json`)."
     )
     return markdown("Portable Triton kernels on the H200", head, rows, note)
+
+
+def _beside(rate: float, peers: dict[str, tuple[float, float]], direction: int) -> list[str]:
+    """Our rate, FA2's, cuDNN's and the ratio to FA2."""
+    if not rate:
+        return ["–"] * 4
+    flash, cudnn = peers["flash"][direction], peers["cudnn"][direction]
+    return [f"{rate:.0f}", f"{flash:.0f}", f"{cudnn:.0f}", f"{rate / flash:.2f}×"]
 
 
 def decode() -> str:
@@ -117,30 +135,43 @@ def decode() -> str:
     return markdown("Decoding on the H200", head, rows, note)
 
 
+SHAPES = {(16, 1024): "16 × 1k", (4, 4096): "4 × 4k", (1, 16384): "1 × 16k", (1, 32768): "1 × 32k"}
+CHOSEN = {  # what sm90.toml chooses: the sweep's name by (d, causal), and for sequences of 1k where it differs
+    (64, 0): ("d64-w3-dyn-pin", None),
+    (64, 1): ("d64-w3-dyn-pp", "d64-w2-dyn-pp-pin"),
+    (128, 0): ("d128-dyn", None),
+    (128, 1): ("d128-dyn", "d128-dyn-pp"),
+    (256, 0): ("d256-dyn", None),
+    (256, 1): ("d256-grid-pin", "d256-dyn-pin"),
+}
+
+
 def gluon() -> str:
-    """The Hopper forward."""
-    data = load("h200/gluon.json")
-    rows = [
-        [f"d {row['d']} {row['mask']}"]
-        + [
-            f"{ours:.0f} ({ours / peer:.2f}×)"
-            for ours, peer in zip(row["ours"], row["cudnn"], strict=True)
-        ]
-        for row in data["rows"]
-    ]
-    head = ["TFLOP/s (ratio to cuDNN)", *data["shapes"]]
+    """The Hopper forward with the table's plans beside cuDNN in the same run."""
+    data = load("h200/gluon-sweep.json")
+    rates = {(r["name"], r["d"], r["causal"], r["b"], r["n"]): r["tf"] for r in data["rows"]}
+    rows = []
+    for (dim, is_causal), (name, short) in CHOSEN.items():
+        cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
+        for batch, length in SHAPES:
+            chosen = short if short and length <= 1024 else name
+            rate = rates[chosen, dim, is_causal, batch, length]
+            peer = rates["cudnn", dim, is_causal, batch, length]
+            cells.append(f"{rate:.0f} ({rate / peer:.2f}×)")
+        rows.append(cells)
+    head = ["TFLOP/s (ratio to cuDNN)", *SHAPES.values()]
     note = (
-        f"{data['machine']}, torch {data['torch']}, bf16, heads = 2048 / d, CUDA graph, "
-        f"{data['date']}; {data['note']}"
+        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, one run; {data['checks']} checks of "
+        "correctness, all passed (`h200/gluon-sweep.json`)."
     )
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cpu": ("cpu/bench.json", cpu),
-    "triton": ("h200/triton.json", triton),
+    "triton": ("h200/triton-sweep.json", triton),
     "decode": ("h200/decode-sweep.json", decode),
-    "gluon": ("h200/gluon.json", gluon),
+    "gluon": ("h200/gluon-sweep.json", gluon),
 }
 
 

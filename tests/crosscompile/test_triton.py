@@ -90,8 +90,9 @@ def test_row_fits(arch: str, kernel: str, row: Row, monkeypatch: pytest.MonkeyPa
     case = replace(CAUSAL, dim=dim, dim_v=dim_v)
     built = build(monkeypatch, arch, kernel, case, dtype, row.plan)
     assert built.shared <= SHARED[arch] * 1024
-    if triton.__version__.startswith("3.6") and dtype != torch.float32:
-        assert built.spills <= SPILLS  # the rows were sized with this compiler
+    sized = "not measured" in row.source and triton.__version__.startswith("3.6")
+    if sized and dtype != torch.float32:  # a measured row has won in spite of what it spills
+        assert built.spills <= SPILLS
     if arch == "sm90" and row.plan.block_q >= 64 <= row.plan.block_k:
         assert "wgmma.mma_async" in built.asm["ptx"]
 

@@ -1,4 +1,4 @@
-"""A Gluon that is not there: numpy tiles, mbarriers, a copy engine and asynchronous products, to run kernels on the CPU.
+"""A Gluon that is not there: numpy tiles, mbarriers, a copy engine, asynchronous products. Kernels run on it on a CPU.
 
 Every warpgroup is a thread; one runs at a time, and at each wait or asynchronous step chance picks the next. A load may
 come early or late, a product may read its operands when it is issued or not before it is waited for, a store likewise.

@@ -25,13 +25,13 @@ SOFTCAP = softcap(1.0).fn
 
 @functools.lru_cache(maxsize=1)
 def _refuse_triton() -> str | None:
-    try:
-        found = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "triton is not installed"
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        return f"needs triton 3.6 or newer, got {found}"
-    return None
+    for name in ("triton", "pytorch-triton"):  # as nightly builds of torch call it
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(name)
+            if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+                return f"needs triton 3.6 or newer, got {found}"
+            return None
+    return "triton is not installed"
 
 
 class GluonSm90:
