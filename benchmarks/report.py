@@ -56,7 +56,7 @@ def cpu() -> str:
     return markdown("CPU: speed against SDPA", head, rows, note)
 
 
-# The table's plans (block_q, block_k, warps, stages) in the sweep: the forward, and the backward's kernels, whose times add up.
+# The table's plans (block_q, block_k, warps, stages) in the sweep; the times of the backward's kernels add up.
 FORWARD = {64: [64, 128, 4, 3], 128: [128, 128, 8, 3], 256: [128, 64, 8, 2]}
 BACKWARD = {
     (64, False): {"fusedtma": [64, 64, 4, 3]},
@@ -93,8 +93,8 @@ def triton() -> str:
             rows.append(cells)
     head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
     note = (
-        f"{data['machine']}, bf16, 16k tokens, heads = 2048 / d, {data['date']}; FA2 and cuDNN are SDPA's backends in the "
-        "same run; backward: the kernels' times added up; – not measured (`h200/triton-sweep.json`)."
+        f"{data['machine']}, bf16, 16k tokens, heads = 2048 / d, {data['date']}; FA2 and cuDNN are SDPA's backends "
+        "in the same run; backward: the kernels' times added up; – not measured (`h200/triton-sweep.json`)."
     )
     return markdown("Portable Triton kernels on the H200", head, rows, note)
 
@@ -161,8 +161,8 @@ def gluon() -> str:
         rows.append(cells)
     head = ["TFLOP/s (ratio to cuDNN)", *SHAPES.values()]
     note = (
-        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, one run; {data['checks']} checks of "
-        "correctness, all passed (`h200/gluon-sweep.json`)."
+        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, one run, kernel of commit 8593c56; "
+        f"{data['checks']} checks of correctness, all passed (`h200/gluon-sweep.json`)."
     )
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
