@@ -205,19 +205,24 @@ def band_of(band: Facts) -> Band:
     return Band(band.offset, band.left, band.right, band.prefix, start, end, stride)
 
 
-def boxes_of(a: Tensor, c: Tensor, rows: int) -> Boxes:
-    """Descriptors of two dense tensors (B, L, H, D) by tiles of rows, if TMA can address both; no row reads as 0."""
+def boxes_of(
+    a: Tensor, c: Tensor, rows: int, widths: tuple[int, int], widths_c: tuple[int, int]
+) -> Boxes:
+    """Descriptors of two dense tensors (B, L, H, D) by tiles of rows, if TMA can address both; no row reads as 0.
+
+    The widths are those of the two parts of each head dim, as the kernel cuts it.
+    """
     if not (_addressable(a) and _addressable(c)):
         return NO_BOXES
-    return Boxes(*box_of(a, rows), *box_of(c, rows))
+    return Boxes(*box_of(a, rows, widths), *box_of(c, rows, widths_c))
 
 
-def box_of(t: Tensor, rows: int) -> tuple[Any, Any]:
+def box_of(t: Tensor, rows: int, widths: tuple[int, int]) -> tuple[Any, Any]:
     """Descriptors of the two parts of a tensor's head dim."""
     shape, stride = list(t.shape), list(t.stride())
     return tuple(
         TensorDescriptor(t, shape, stride, [1, rows, 1, width]) if width else None
-        for width in split(t.shape[-1])
+        for width in widths
     )
 
 

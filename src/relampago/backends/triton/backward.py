@@ -66,7 +66,7 @@ def backward(
     if (wanted.q and not fused) or (dbias is not None and not fused):
         boxes = A.NO_BOXES
         if by_query.tma and x.cu_k is None and x.blocks is None:
-            boxes = A.boxes_of(k, v, block_k)
+            boxes = A.boxes_of(k, v, block_k, dims[1:3], dims[4:6])
         launch(
             by_queries, grid, by_query, q, k, v, *boxes, dout, dq, dbias, shift, delta, norm, factor,
             x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
@@ -79,9 +79,9 @@ def backward(
         size = size._replace(heads=k.shape[-2], tiles=tiles, section=section)
         boxes, sums = A.NO_BOXES, (None, None)
         if plan.tma and x.cu_q is None and x.blocks is None:
-            boxes = A.boxes_of(q, dout, block_q)
+            boxes = A.boxes_of(q, dout, block_q, dims[1:3], dims[4:6])
             if plan.tma > 1 and target is not None and target.stride(-2) % 4 == 0:
-                sums = A.box_of(target, block_q)
+                sums = A.box_of(target, block_q, dims[1:3])
         with_k, with_v = wanted.k or fused, wanted.v or fused
         passes = ((True, False), (False, True)) if plan.split and not fused else ((with_k, with_v),)
         for one_k, one_v in passes:

@@ -263,7 +263,7 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     is_natural = A.natural(x)
     boxes = A.NO_BOXES
     if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
-        boxes = A.boxes_of(k, v, block_k)
+        boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
     launch(
         attend, grid, plan, q, k, v, *boxes, out, lse,
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
