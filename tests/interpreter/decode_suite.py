@@ -1,4 +1,4 @@
-"""Flash decoding on tiny problems, run by `test_decode_interpreter.py` in a process of its own."""
+"""Flash decoding on tiny problems, run by `test_interpreter.py` in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_decode_interpreter.py"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
 
 from budget import check
 from interpreter import exact

@@ -12,17 +12,17 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("numpy")
 
-SUITE = Path(__file__).parent / "suite.py"
-
 
 @pytest.mark.timeout(600)
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["suite", "decode_suite"])
+def test_kernels_in_the_interpreter(name: str) -> None:
+    suite = Path(__file__).parent / f"{name}.py"
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", str(SUITE), "-p", "no:cacheprovider", "-x"]
+    command = [sys.executable, "-m", "pytest", str(suite), "-p", "no:cacheprovider", "-x"]
     done = subprocess.run(
         [*command, "-W", "ignore::RuntimeWarning", "-W", "ignore::DeprecationWarning"],
         env={**os.environ, "TRITON_INTERPRET": "1", **threads},
-        cwd=SUITE.parents[2],
+        cwd=suite.parents[2],
         capture_output=True,
         text=True,
     )
