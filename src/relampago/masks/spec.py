@@ -73,6 +73,19 @@ class Document(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class Runs(Mask):
+    """Each row sees one run of keys of its own: start[row] <= key < end[row], whatever the offset.
+
+    Args:
+        start: int tensor (Lq,) or (B, Lq), with 0 <= start <= end.
+        end: likewise, at most Lk.
+    """
+
+    start: Tensor
+    end: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class MaskFunction(Mask):
     """A user's `fn(b, h, q, k) -> bool` on positions; becomes a `BlockSparse` at the door."""
 
@@ -124,13 +137,13 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
     from relampago.masks.blocks import BlockSparse
 
     left = right = prefix = row_start = row_end = dense = blocks = None
-    tabled: list[Prefix | Document] = []
+    tabled: list[Prefix | Document | Runs] = []
     for part in _parts(mask):
         if isinstance(part, Causal):
             right = _least(right, 0)
         elif isinstance(part, Window):
             left, right = _least(left, part.left), _least(right, part.right)
-        elif isinstance(part, Prefix | Document):
+        elif isinstance(part, Prefix | Document | Runs):
             tabled.append(part)
         elif isinstance(part, MaskFunction | BlockSparse):
             if blocks is not None:
@@ -155,11 +168,7 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
                 )
             right, prefix = 0, part.length
         else:
-            start, end = (
-                _prefix_rows(part, extent)
-                if isinstance(part, Prefix)
-                else _document_rows(part, extent)
-            )
+            start, end = _rows(part, extent)
             row_start = start if row_start is None else torch.maximum(row_start, start)
             row_end = end if row_end is None else torch.minimum(row_end, end)
     if isinstance(blocks, MaskFunction):
@@ -197,8 +206,8 @@ def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def _per_sequence(part: Prefix | Document) -> bool:
-    return isinstance(part, Document) or not isinstance(part.length, int)
+def _per_sequence(part: Prefix | Document | Runs) -> bool:
+    return isinstance(part, Document | Runs) or not isinstance(part.length, int)
 
 
 def _describe(value: Any) -> str:
@@ -209,6 +218,25 @@ def _describe(value: Any) -> str:
 
 def _positions(extent: Extent) -> Tensor:
     return torch.arange(extent.len_q, device=extent.device) + extent.offset
+
+
+def _rows(part: Prefix | Document | Runs, extent: Extent) -> tuple[Tensor, Tensor]:
+    """Each row's run of keys, as tables (B or 1, Lq)."""
+    if isinstance(part, Prefix):
+        return _prefix_rows(part, extent)
+    return _document_rows(part, extent) if isinstance(part, Document) else _given_rows(part, extent)
+
+
+def _given_rows(part: Runs, extent: Extent) -> tuple[Tensor, Tensor]:
+    tables = []
+    for name, table in (("start", part.start), ("end", part.end)):
+        shapes = ((extent.len_q,), (1, extent.len_q), (extent.batch, extent.len_q))
+        if not isinstance(table, Tensor) or table.is_floating_point() or table.shape not in shapes:
+            raise InvalidInput(
+                f"mask: Runs {name} is {_describe(table)}; expected ints {shapes[0]} or {shapes[2]}"
+            )
+        tables.append(table.to(extent.device, torch.int32).reshape(-1, extent.len_q))
+    return tables[0], tables[1]
 
 
 def _prefix_rows(part: Prefix, extent: Extent) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,77 @@
+"""Sums of partial results: the fold of `merge` in place, and the gradients' accumulators. All in fp32 (or fp64)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from relampago.problem import accumulate_dtype
+
+
+class Output:
+    """Running (out, lse) of some rows over parts of their keys. out (B, L, H, E), lse (B, H, L)."""
+
+    def __init__(self, q: Tensor, dim_v: int) -> None:
+        self.shape = (*q.shape[:-1], dim_v)
+        self.like = q
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Fold in what some rows got from further keys. Takes over the first part, if it has all rows."""
+        if self.out is None and out.shape == self.shape:
+            self.out, self.lse = out, lse
+            return
+        self._need()
+        assert self.out is not None
+        assert self.lse is not None
+        fold_(self.out[:, rows], self.lse[:, :, rows], out, lse)
+
+    def put(self, rows: slice, heads: slice, out: Tensor, lse: Tensor) -> None:
+        """Set some rows of some heads, which nothing else adds to."""
+        self._need()
+        assert self.out is not None
+        assert self.lse is not None
+        self.out[:, rows, heads] = out
+        self.lse[:, heads, rows] = lse
+
+    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out, lse), the sinks taken in: one more score per row, without a value."""
+        self._need()
+        assert self.out is not None
+        assert self.lse is not None
+        out, lse = self.out, self.lse
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+            out.mul_((lse - whole).exp().transpose(1, 2)[..., None])
+            lse = whole
+        return out.to(dtype), lse
+
+    def _need(self) -> None:
+        if self.out is None:
+            dtype = accumulate_dtype(self.like.dtype)
+            batch, length, heads = self.shape[:3]
+            self.out = self.like.new_zeros(self.shape, dtype=dtype)
+            self.lse = self.like.new_full((batch, heads, length), -math.inf, dtype=dtype)
+
+
+def fold_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge` of two, into the first: one pass over out. A part that saw nothing (lse -inf) changes nothing."""
+    whole = torch.logaddexp(lse, part_lse)
+    share = (part_lse - whole).exp_().masked_fill_(whole == -math.inf, 0.0)
+    out.lerp_(part, share.transpose(1, 2)[..., None])
+    lse.copy_(whole)
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(H,): this rank's rows' share. A sink's weight is exp(sink - lse), and what it takes away is delta."""
+    weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """rowsum(dout · out) - dlse, (B, H, L): all that a backward needs of out, once and not at each step."""
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    return (delta if dlse is None else delta - dlse).contiguous()

@@ -1,0 +1,317 @@
+"""ContextParallelPlan: which rank holds which tokens, and how attention over them is computed. A value, made once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from relampago import validate
+from relampago.distributed.exchange import Scores
+from relampago.distributed.heads import Split
+from relampago.distributed.layouts import KINDS, Layout
+from relampago.distributed.program import Course
+from relampago.distributed.sight import Sight
+from relampago.distributed.transport import GroupTransport, Links, Traffic, check_group
+from relampago.errors import InvalidInput, Unsupported
+
+STRATEGIES = ("auto", "allgather", "ring", "ulysses", "usp", "halo")
+
+
+@dataclass(frozen=True)
+class ContextParallelPlan:
+    """Attention over a sequence that is spread over ranks.
+
+    Args:
+        mesh: a ProcessGroup, a DeviceMesh of one dimension, or of two (context, heads) for usp; an int, or a pair of
+            ints, for virtual ranks.
+        length: tokens of the whole sequence.
+        strategy: one of STRATEGIES; auto chooses by the performance model when it sees the shapes.
+        layout: one of `layouts.KINDS`; auto is zigzag, per document where there are documents.
+        documents: where each packed document begins, ascending from 0. Rows see their own document only.
+        chunk: kv heads that all-gather fetches at a time.
+        timeout: seconds a rank waits for another (on NCCL the group's own holds).
+        machine: a name in `model.MACHINES` for auto; None goes by the group's backend and size.
+
+    Raises:
+        InvalidInput: a value is wrong or the mesh does not fit; on every rank, before any communication.
+    """
+
+    mesh: Any
+    length: int
+    strategy: str = "auto"
+    layout: str = "auto"
+    documents: tuple[int, ...] | None = None
+    chunk: int = 1
+    timeout: float = 600.0
+    machine: str | None = None
+    agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.documents is not None:
+            object.__setattr__(self, "documents", tuple(int(n) for n in self.documents))
+        validate.require(
+            [
+                ("strategy", ("is {!r}", self.strategy), ("one of {}", ", ".join(STRATEGIES)),
+                 self.strategy in STRATEGIES),
+                ("layout", ("is {!r}", self.layout), ("auto or one of {}", ", ".join(KINDS)),
+                 self.layout in ("auto", *KINDS)),
+                ("chunk", ("is {!r}", self.chunk), "an int >= 1", isinstance(self.chunk, int) and self.chunk >= 1),
+                ("timeout", ("is {!r}", self.timeout), "seconds > 0",
+                 isinstance(self.timeout, int | float) and self.timeout > 0),
+            ]
+        )  # fmt: skip
+        shape = self.shape
+        if self.strategy == "usp" and len(shape) != 2:
+            raise InvalidInput(
+                f"mesh has shape {shape}; expected two dimensions (context, heads) for usp"
+            )
+        if len(shape) == 2 and self.strategy not in ("usp", "auto"):
+            raise InvalidInput(
+                f"mesh has shape {shape}; expected one dimension for {self.strategy}"
+            )
+        _ = self.tokens  # checks length and documents
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The mesh's sizes: (ranks,) or (context, heads)."""
+        mesh = self.mesh
+        if isinstance(mesh, int) and not isinstance(mesh, bool):
+            shape: tuple[Any, ...] = (mesh,)
+        elif isinstance(mesh, tuple):
+            shape = mesh
+        elif isinstance(mesh, DeviceMesh):
+            shape = tuple(mesh.shape)
+            if mesh.get_coordinate() is None:
+                raise InvalidInput("mesh does not contain this rank; expected one that does")
+        else:
+            shape = (dist.get_world_size(check_group(mesh)),)
+        if len(shape) not in (1, 2) or not all(isinstance(n, int) and n >= 1 for n in shape):
+            raise InvalidInput(f"mesh has shape {shape}; expected one or two sizes of at least 1")
+        return shape
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.shape)
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the ranks are virtual ones."""
+        return isinstance(self.mesh, int | tuple)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """This process's place among the ranks: row by row in a two-dimensional mesh."""
+        if self.virtual:
+            if self.size == 1:
+                return 0
+            raise InvalidInput("rank is missing; expected one, since the plan's ranks are virtual")
+        if isinstance(self.mesh, DeviceMesh):
+            place = 0
+            for n, at in zip(self.shape, self.mesh.get_coordinate() or (), strict=True):
+                place = place * n + at
+            return place
+        return dist.get_rank(self.mesh)
+
+    @functools.cached_property
+    def tokens(self) -> Layout:
+        """Which rank holds which tokens."""
+        kind = self.layout
+        if kind == "auto":
+            kind = "zigzag" if self.documents is None else "documents_zigzag"
+        return Layout(kind, self.length, self.size, self.documents)
+
+    def local_length(self, rank: int | None = None) -> int:
+        """Tokens a rank holds; this one if None."""
+        return self.tokens.count(self._rank(rank))
+
+    def shard(self, whole: Tensor, dim: int = 1, rank: int | None = None) -> Tensor:
+        """A rank's tokens of a whole tensor, in the plan's order. Differentiable.
+
+        Raises:
+            InvalidInput: the tensor has another length there.
+        """
+        if whole.shape[dim] != self.length:
+            raise InvalidInput(
+                f"whole has {whole.shape[dim]} tokens in dimension {dim}; expected the plan's {self.length}"
+            )
+        return whole.index_select(dim, self.positions(rank, whole.device))
+
+    def positions(self, rank: int | None = None, device: Any = None) -> Tensor:
+        """Global positions of a rank's tokens, ascending (n,)."""
+        return self.tokens.positions(self._rank(rank)).to(device or "cpu")
+
+    def position_ids(self, rank: int | None = None, device: Any = None) -> Tensor:
+        """What rotary embeddings take (n,): positions, counted from each document's start."""
+        at = self.tokens.positions(self._rank(rank))
+        if self.documents is not None:
+            starts = torch.tensor(self.documents)
+            at = at - starts[torch.searchsorted(starts, at, right=True) - 1]
+        return at.to(device or "cpu")
+
+    def shard_labels(
+        self, tokens: Tensor, dim: int = 1, rank: int | None = None, ignore_index: int = -100
+    ) -> Tensor:
+        """Next-token labels of a rank: shifted in the whole sequence first, so no boundary loses its token.
+
+        The last token of each document gets ignore_index.
+        """
+        labels = tokens.roll(-1, dim)
+        starts = self.documents or (0,)
+        ends = torch.tensor([*starts[1:], self.length], device=tokens.device) - 1
+        return self.shard(labels.index_fill(dim, ends, ignore_index), dim, rank)
+
+    def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor on every rank, in the order of positions. Differentiable.
+
+        Its gradient is taken to be the same on all ranks, as for any replicated tensor: each keeps its own part.
+        """
+        mine = self.local_length()
+        if local.shape[dim] != mine:
+            raise InvalidInput(
+                f"local has {local.shape[dim]} tokens in dimension {dim}; expected {mine}"
+            )
+        return _Unshard.apply(local, self, dim)  # type: ignore[return-value]
+
+    @functools.cached_property
+    def groups(self) -> tuple[GroupTransport, ...]:
+        """The mesh's groups, one per dimension."""
+        if self.virtual:
+            return ()
+        if isinstance(self.mesh, DeviceMesh):
+            every = [self.mesh.get_group(i) for i in range(len(self.shape))]
+        else:
+            every = [self.mesh]
+        return tuple(GroupTransport(check_group(group), self.timeout) for group in every)
+
+    def links(self, course: Course) -> Links:
+        """The transports a course runs over."""
+        if len(self.shape) == 2:
+            return Links(*self.groups)
+        if course.members > 1:
+            return Links(Alone(), self.groups[0])
+        return Links(self.groups[0] if self.groups else Alone())
+
+    def course(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        whole: bool = False,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        mask: Any = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        deterministic: bool | None = None,
+        backend: str | None = None,
+        **other: Any,
+    ) -> Course:
+        """Check a call and settle what all ranks will do. Reads shapes, not values (but those of mask tensors).
+
+        Raises:
+            InvalidInput: shapes that are not the plan's, heads that do not divide.
+            Unsupported: what attention over several ranks cannot do: dropout, bias, score mods, dense masks.
+        """
+        if unknown := sorted(name for name, value in other.items() if value not in (None, 0, 0.0)):
+            raise Unsupported(
+                f"{', '.join(unknown)}: attention over several ranks does not know it"
+            )
+        validate.tensors(q, k, v, packed=False)
+        validate.numbers(scale, softcap, 0.0, window)
+        validate.extras(q, None, sinks, None, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+        expected = self.length if whole else self.local_length()
+        where = "" if whole else f", rank {self.rank}'s share of {self.length} (see plan.shard)"
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.shape[1] != expected:
+                raise InvalidInput(
+                    f"{name} has {tensor.shape[1]} tokens; expected {expected}{where}"
+                )
+        sight = Sight.of(
+            self.length, causal=causal, window=window, mask=mask, documents=self.documents
+        )
+        if sight.batch not in (1, q.shape[0]):
+            raise InvalidInput(
+                f"mask is for {sight.batch} sequences; expected 1 or {q.shape[0]}, as q"
+            )
+        strict = (
+            torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        )
+        scores = Scores(scale, softcap, bool(strict), backend)
+        strategy = self.choose(q.shape[2], k.shape[2], q.shape[3], q.element_size(), sight)
+        return self._course(strategy, q.shape[2], k.shape[2], sight, scores)
+
+    def choose(self, heads_q: int, heads_kv: int, dim: int, itemsize: int, sight: Sight) -> str:
+        """The strategy: the plan's own, or what the performance model finds fastest."""
+        return self.strategy
+
+    def _course(
+        self, strategy: str, heads_q: int, heads_kv: int, sight: Sight, scores: Scores
+    ) -> Course:
+        members = (
+            self.shape[1] if len(self.shape) == 2 else self.size if strategy == "ulysses" else 1
+        )
+        if heads_q % members:
+            raise InvalidInput(
+                f"q has {heads_q} heads; expected a multiple of the {members} ranks that share them"
+            )
+        context = strategy
+        if strategy in ("ulysses", "usp"):
+            context = "halo" if sight.left is not None else "ring"
+        return Course(
+            self.tokens, context, Split(heads_q, heads_kv, members), self.chunk, sight, scores
+        )
+
+    def _rank(self, rank: int | None) -> int:
+        if rank is None:
+            return self.rank
+        if not 0 <= rank < self.size:
+            raise InvalidInput(f"rank is {rank}; expected 0 to {self.size - 1}")
+        return rank
+
+
+class Alone:
+    """A context of one rank: nothing to send."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def exchange(self, *call: Any) -> Any:
+        """Never called: a schedule of one rank has no messages."""
+        raise AssertionError("one rank has nobody to send to")
+
+    all_gather = all_to_all = exchange
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, plan: ContextParallelPlan, dim: int) -> Tensor:
+        ctx.plan, ctx.dim = plan, dim
+        layout = plan.tokens
+        longest = max(layout.counts)
+        moved = local.movedim(dim, 0)
+        room = moved.new_zeros((longest - moved.shape[0], *moved.shape[1:]))
+        every = torch.cat([moved, room])
+        for group in reversed(plan.groups):
+            (every,) = group.all_gather(every, "unshard").wait()
+        every = every.reshape(plan.size * longest, *moved.shape[1:])
+        order = torch.empty(plan.length, dtype=torch.int64)
+        for rank in range(plan.size):
+            at = layout.positions(rank)
+            order[at] = rank * longest + torch.arange(at.numel())
+        return every.index_select(0, order.to(local.device)).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.plan.shard(gradient, ctx.dim), None, None
