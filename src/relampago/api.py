@@ -328,7 +328,7 @@ def prepare(
     paged = cache is not None and cache.page_table is not None
     validate.tensors(q, k, v, packed=packing is not None, paged=paged)
     validate.numbers(o.scale, o.softcap, o.dropout_p, o.window)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if cache is not None:
         batch, len_q, len_k = q.shape[0], q.shape[1], cache.longest
         found = cache.batch
@@ -411,7 +411,8 @@ def _mods(o: Options) -> tuple[ScoreMod, ...]:
     return (*capped, *sloped, *own)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as torch.autocast asks, where it is active."""
     kind = q.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)

@@ -75,6 +75,10 @@ class KVCache:
         self._write((b, place % self.room), k, v, valid)
         self._grow(n, counts)
 
+    def bound(self, lengths: Sequence[int]) -> None:
+        """Tell the host that sequences hold no more than this; after `counts`, it believes they hold more."""
+        self._bound = [min(b, int(n)) for b, n in zip(self._bound, lengths, strict=True)]
+
     def free(self, sequences: Sequence[int] | None = None) -> None:
         """Empty some sequences, or all."""
         for b in range(self.batch) if sequences is None else sequences:

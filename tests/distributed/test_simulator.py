@@ -65,7 +65,9 @@ def test_messages_are_copied_when_they_are_sent() -> None:
     def writes(rank):
         link = VirtualTransport(world, [0, 1], rank, "x")
         value = torch.full((1,), float(rank))
-        pending = link.exchange([(1 - rank, value)], [(1 - rank, Shape((1,), value.dtype))], value.device, "s")  # fmt: skip
+        pending = link.exchange(
+            [(1 - rank, value)], [(1 - rank, Shape((1,), value.dtype))], value.device, "s"
+        )
         value.fill_(9.0)
         (got,) = yield pending
         return got.item()

@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 
+import relampago as rl
 from distributed.problems import MASKS, tensors, with_sinks
 from relampago.distributed.plan import ContextParallelPlan
 from relampago.distributed.simulator import Simulation
@@ -24,6 +25,10 @@ def simulated(plan, seed=0):
     return call, run
 
 
+def truth(qkv, options):
+    return oracle.run(lambda t, o: oracle.dense(t, o, torch.float64), qkv, options, torch.float64)
+
+
 def near(got, want):
     for name in want:
         scale = max(1.0, want[name].nan_to_num(0, 0, 0).abs().max().item())
@@ -36,7 +41,7 @@ def near(got, want):
 @pytest.mark.parametrize("strategy", MESHES)
 def test_equals_the_dense_answer(strategy, mask) -> None:
     qkv, options = tensors(), with_sinks(MASKS[mask], 4)
-    want = oracle.run(lambda t, o: oracle.dense(t, o, torch.float64), qkv, options, torch.float64)
+    want = truth(qkv, options)
     for i, mesh in enumerate(MESHES[strategy]):
         layout = ("zigzag", "contiguous", "striped")[i % 3]
         plan = ContextParallelPlan(mesh, 101, strategy=strategy, layout=layout, chunk=1 + i % 2)
@@ -54,10 +59,8 @@ def test_packed_documents(strategy, layout) -> None:
     qkv = tensors()
     call, _ = simulated(plan)
     got = oracle.run(call, qkv, {"causal": True}, torch.float64)
-    import relampago as rl
-
     options = {"mask": rl.Causal() & rl.Document(torch.tensor(starts))}
-    want = oracle.run(lambda t, o: oracle.dense(t, o, torch.float64), qkv, options, torch.float64)
+    want = truth(qkv, options)
     near(got, want)
 
 
@@ -66,7 +69,7 @@ def test_packed_documents(strategy, layout) -> None:
 )
 def test_ulysses_with_any_grouping_of_heads(heads, kv_heads, mesh) -> None:
     qkv = tensors(length=37, heads=heads, kv_heads=kv_heads)
-    want = oracle.run(lambda t, o: oracle.dense(t, o, torch.float64), qkv, {"causal": True}, torch.float64)  # fmt: skip
+    want = truth(qkv, {"causal": True})
     for strategy, shape in (("ulysses", mesh), ("usp", (2, mesh))):
         call, _ = simulated(ContextParallelPlan(shape, 37, strategy=strategy))
         near(oracle.run(call, qkv, {"causal": True}, torch.float64), want)
@@ -74,7 +77,7 @@ def test_ulysses_with_any_grouping_of_heads(heads, kv_heads, mesh) -> None:
 
 def test_more_ranks_than_tokens() -> None:
     qkv = tensors(length=5)
-    want = oracle.run(lambda t, o: oracle.dense(t, o, torch.float64), qkv, {"causal": True}, torch.float64)  # fmt: skip
+    want = truth(qkv, {"causal": True})
     for strategy in ("ring", "allgather", "halo"):
         for layout in ("zigzag", "striped", "contiguous"):
             call, _ = simulated(ContextParallelPlan(8, 5, strategy=strategy, layout=layout))
@@ -85,14 +88,12 @@ def test_bf16_errors_do_not_grow_with_the_ring() -> None:
     """At most 1.25 times one device's, and the same for 2 and 32 ranks."""
     qkv = tensors(torch.bfloat16, length=256, dim=32, dim_v=32, batch=1)
     wide = tuple(t.double() for t in qkv)
-    want = oracle.run(lambda t, o: oracle.dense(t, o, torch.float64), wide, {"causal": True}, torch.float64)  # fmt: skip
+    want = truth(wide, {"causal": True})
 
     def errors(plan):
         call, _ = simulated(plan)
         got = oracle.run(call, qkv, {"causal": True}, torch.bfloat16)
         return {n: ((got[n].double() - want[n]).norm() / want[n].norm()).item() for n in want}
-
-    import relampago as rl
 
     def single(qkv, options):
         return rl.attention(*qkv, return_lse=True, **options)

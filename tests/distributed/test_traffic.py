@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from relampago.distributed.cost import Sizes, beats, sent
+from relampago.distributed.exchange import Scores
 from relampago.distributed.plan import ContextParallelPlan
+from relampago.distributed.sight import Sight
 from relampago.distributed.simulator import Simulation
+
+
+def course_of(plan, q, k, v, **options):
+    return plan.course(q, k, v, Sight.of(plan.length, **options), Scores(), whole=True)
 
 
 def counted(plan, q, k, v, **options):
@@ -18,7 +24,7 @@ def counted(plan, q, k, v, **options):
     forward = [(t.calls, t.bytes) for t in run.traffic]
     out.sum().backward()
     backward = [(t.calls, t.bytes) for t in run.traffic]
-    return forward, backward, plan.course(q, k, v, whole=True, **options)
+    return forward, backward, course_of(plan, q, k, v, **options)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "halo", "ulysses", "usp"])
@@ -42,7 +48,7 @@ def test_counters_equal_the_plan(strategy, options, length) -> None:
 def courses(strategy, size, heads=(8, 4), causal=False, layout="zigzag", window=None):
     plan = ContextParallelPlan(size, 32 * size, strategy=strategy, layout=layout)
     q, k = (torch.empty(1, 32 * size, h, 16, device="meta") for h in heads)
-    return plan.course(q, k, k, whole=True, causal=causal, window=window)
+    return course_of(plan, q, k, k, causal=causal, window=window)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

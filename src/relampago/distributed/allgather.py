@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relampago.api import partial, partial_backward
 from relampago.distributed.accumulate import Output
-from relampago.distributed.exchange import Scores, pack
+from relampago.distributed.exchange import Scores, Whole, pack
 from relampago.distributed.layouts import Layout
 from relampago.distributed.pieces import Piece, cut
 from relampago.distributed.sight import Sight
@@ -107,23 +107,18 @@ def backward(
     members: int,
     sight: Sight,
     link: Transport,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    x: Whole,
     scores: Scores,
     heads: int,
     step: str,
 ) -> Program:
     """Returns (dq, dk, dv) in fp32. Keys are gathered again: saving them would cost P times the memory."""
+    q, k, v = x.q, x.k, x.v
     dim, group, wide = q.shape[-1], q.shape[2] // k.shape[2], accumulate_dtype(q.dtype)
     pieces = pieces_of(layout, members, link.rank, sight)
     where = [block.to(q.device) for block in layout.joined(members)]
     dq = torch.zeros_like(q, dtype=wide)
     dkv = q.new_empty((*k.shape[:3], dim + v.shape[-1]), dtype=wide)
-    no_out = dout.new_zeros(()).expand(dout.shape)  # delta, given as -dlse, already holds it
     stream = Stream(layout, members, link, k, v, heads, step)
     homeward: list[tuple[slice, Pending]] = []
     for number, part in enumerate(stream.parts):
@@ -133,9 +128,8 @@ def backward(
         for piece in pieces:
             rows, keys = piece.rows, kv[:, piece.keys]
             some = partial_backward(
-                dout[:, rows, of], q[:, rows, of], keys[..., :dim], keys[..., dim:], no_out[:, rows, of],
-                lse[:, of, rows], dlse=-delta[:, of, rows], **piece.options(q.device), **scores._asdict(),
-            )  # fmt: skip
+                **x.part(rows, of, keys), **piece.options(q.device), **scores._asdict()
+            )
             dq[:, rows, of] += some[0]
             into[:, piece.keys, :, :dim] += some[1]
             into[:, piece.keys, :, dim:] += some[2]

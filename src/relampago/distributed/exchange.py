@@ -27,6 +27,36 @@ class Scores(NamedTuple):
     backend: str | None = None
 
 
+class Whole(NamedTuple):
+    """What a backward takes: this rank's tensors, with the whole attention's LSE and delta (B, H, L)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def part(self, rows: slice, heads: slice, keys: Tensor) -> dict[str, Tensor]:
+        """The arguments of `partial_backward` for some rows and heads against keys beside values.
+
+        delta goes in as -dlse, beside an out of zeros that takes no memory: so out is read once, not at every step.
+        """
+        dim = self.q.shape[-1]
+        return {
+            "dout": self.dout[:, rows, heads],
+            "q": self.q[:, rows, heads],
+            "k": keys[..., :dim],
+            "v": keys[..., dim:],
+            "out": self.dout.new_zeros(()).expand(self.dout.shape)[:, rows, heads],
+            "lse": self.lse[:, heads, rows],
+            "dlse": -self.delta[:, heads, rows],
+        }
+
+
+EVERY = slice(None)
+
+
 class Block(NamedTuple):
     """Keys from `start` on of some rank's block: (B, n, G, D + E)."""
 
@@ -46,7 +76,7 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 def forward(
     schedule: Schedule, link: Transport, q: Tensor, k: Tensor, v: Tensor, scores: Scores, step: str
 ) -> Program:
-    """Returns (out, lse) in fp32, before sinks."""
+    """Returns the `Output`, before sinks."""
     dim = q.shape[-1]
     held = {schedule.rank: Block(0, pack(k, v))}
     total = Output(q, v.shape[-1])
@@ -70,24 +100,13 @@ def forward(
     return total
 
 
-def backward(
-    schedule: Schedule,
-    link: Transport,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scores: Scores,
-    step: str,
-) -> Program:
-    """Returns (dq, dk, dv) in fp32. lse and delta (B, H, L) are the whole attention's."""
-    dim, rank, wide = q.shape[-1], schedule.rank, accumulate_dtype(q.dtype)
-    held = {rank: Block(0, pack(k, v))}
+def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step: str) -> Program:
+    """Returns (dq, dk, dv) in fp32."""
+    q, dim, rank = x.q, x.q.shape[-1], schedule.rank
+    wide = accumulate_dtype(q.dtype)
+    held = {rank: Block(0, pack(x.k, x.v))}
     grads: dict[int, Block] = {}
     dq = torch.zeros_like(q, dtype=wide)
-    no_out = dout.new_zeros(()).expand(dout.shape)  # delta, given as -dlse, already holds it
     for number, slot in enumerate(schedule.slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
         sends += [(m.peer, grads.pop(m.owner).take(m.start, m.stop)) for m in slot.grad_sends]
@@ -102,9 +121,8 @@ def backward(
             for piece in work.pieces:
                 rows, keys = piece.rows, block.take(piece.keys.start, piece.keys.stop)
                 part = partial_backward(
-                    dout[:, rows], q[:, rows], keys[..., :dim], keys[..., dim:], no_out[:, rows],
-                    lse[:, :, rows], dlse=-delta[:, :, rows], **piece.options(q.device), **scores._asdict(),
-                )  # fmt: skip
+                    **x.part(rows, EVERY, keys), **piece.options(q.device), **scores._asdict()
+                )
                 dq[:, rows] += part[0]
                 target = into.take(piece.keys.start, piece.keys.stop)
                 target[..., :dim] += part[1]

@@ -1,4 +1,4 @@
-"""Ulysses (DeepSpeed, arXiv 2309.14509): trade tokens for heads by an all-to-all, so that a rank has all tokens of some.
+"""Ulysses (DeepSpeed, arXiv 2309.14509): trade tokens for heads by an all-to-all; a rank then has all tokens of some.
 
 GQA with fewer kv heads than ranks: each rank gets the kv heads its query heads need, so some travel to several ranks,
 and their gradients are summed where they come home.
@@ -75,7 +75,7 @@ class Exchange:
         return Exchange(link, split, tuple(m.numel() for m in members), order, step)
 
     def scatter(self, name: str, *tensors: tuple[str, Tensor]) -> Program:
-        """(kind, (B, L, all heads, W)) to (B, all tokens, own heads, W), all tensors in one message."""
+        """(kind, (B, L, all heads, W)) to (B, all tokens, own heads · W), all tensors side by side in one message."""
         sends = [
             torch.cat([_heads(t, self.split.of(kind, peer)).flatten(2) for kind, t in tensors], -1)
             for peer in range(self.link.size)
@@ -83,10 +83,13 @@ class Exchange:
         batch, width, dtype = sends[0].shape[0], sends[0].shape[2], sends[0].dtype
         receives = [Shape((batch, n, width), dtype) for n in self.counts]
         arrived = yield self.link.all_to_all(sends, receives, f"{self.step}, {name} to heads")
-        joint = torch.cat(arrived, 1).index_select(1, self.order)
-        own = [(len(self.split.of(kind, self.link.rank)), t.shape[-1]) for kind, t in tensors]
-        parts = joint.split([heads * w for heads, w in own], -1)
-        return [part.unflatten(-1, shape) for part, shape in zip(parts, own, strict=True)]
+        return torch.cat(arrived, 1).index_select(1, self.order)
+
+    def parts(self, joint: Tensor, *widths: tuple[str, int]) -> list[Tensor]:
+        """What `scatter` joined: (kind, W) each, as views (B, tokens, own heads, W)."""
+        own = [(len(self.split.of(kind, self.link.rank)), width) for kind, width in widths]
+        found = joint.split([heads * width for heads, width in own], -1)
+        return [part.unflatten(-1, shape) for part, shape in zip(found, own, strict=True)]
 
     def gather(self, name: str, kind: str, tensor: Tensor) -> Program:
         """(B, all tokens, own heads, W) to (B, L, all heads, W); kv heads that were in several places are summed."""

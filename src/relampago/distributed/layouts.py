@@ -12,6 +12,7 @@ document out by itself, so that documents are balanced too. Lengths need not div
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ class Layout:
         if starts is not None and (
             not starts
             or starts[0] != 0
-            or any(b <= a for a, b in zip(starts, starts[1:], strict=False))
+            or any(b <= a for a, b in itertools.pairwise(starts))
             or starts[-1] >= max(self.length, 1)
         ):
             raise InvalidInput(

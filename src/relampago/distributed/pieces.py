@@ -7,6 +7,7 @@ skip tiles by), or else a table of one run per row. No strategy and no layout ap
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ def spans(positions: Tensor) -> list[tuple[int, int]]:
     step = positions.diff()
     breaks = (step != step.mode().values).nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), positions.numel()]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def _live(start: Tensor, end: Tensor, a: int, b: int) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +20,12 @@ from relampago.distributed.heads import Split
 from relampago.distributed.layouts import KINDS, Layout
 from relampago.distributed.program import Course
 from relampago.distributed.sight import Sight
-from relampago.distributed.transport import GroupTransport, Links, Traffic, check_group
-from relampago.errors import InvalidInput, Unsupported
+from relampago.distributed.transport import Alone, GroupTransport, Links, check_group
+from relampago.errors import InvalidInput
 
+WORDS = 2048  # bytes of an agreement
+_numbers = itertools.count()
+_plans: weakref.WeakValueDictionary[str, ContextParallelPlan] = weakref.WeakValueDictionary()
 STRATEGIES = ("auto", "allgather", "ring", "ulysses", "usp", "halo")
 
 
@@ -52,6 +57,7 @@ class ContextParallelPlan:
     timeout: float = 600.0
     machine: str | None = None
     agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    token: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.documents is not None:
@@ -77,6 +83,8 @@ class ContextParallelPlan:
                 f"mesh has shape {shape}; expected one dimension for {self.strategy}"
             )
         _ = self.tokens  # checks length and documents
+        object.__setattr__(self, "token", f"plan {next(_numbers)}")
+        _plans[self.token] = self
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
@@ -204,30 +212,47 @@ class ContextParallelPlan:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sight: Sight,
+        scores: Scores,
         *,
-        whole: bool = False,
-        causal: bool = False,
-        window: tuple[int | None, int | None] | None = None,
-        mask: Any = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         sinks: Tensor | None = None,
-        deterministic: bool | None = None,
-        backend: str | None = None,
-        **other: Any,
+        whole: bool = False,
+        checked: bool = True,
     ) -> Course:
-        """Check a call and settle what all ranks will do. Reads shapes, not values (but those of mask tensors).
+        """Check a call and settle what all ranks will do, from shapes alone.
+
+        Args:
+            q: (B, L, H, D), this rank's tokens, or all if `whole`.
+            k: likewise.
+            v: likewise.
+            sight: what rows see.
+            scores: how scores are made.
+            sinks: (H,) or None.
+            whole: whether tensors hold all tokens.
+            checked: False under a tracer, where lengths are symbols.
 
         Raises:
             InvalidInput: shapes that are not the plan's, heads that do not divide.
-            Unsupported: what attention over several ranks cannot do: dropout, bias, score mods, dense masks.
         """
-        if unknown := sorted(name for name, value in other.items() if value not in (None, 0, 0.0)):
-            raise Unsupported(
-                f"{', '.join(unknown)}: attention over several ranks does not know it"
+        if checked:
+            self._check(q, k, v, sight, scores, sinks, whole)
+        strategy = self.choose(q.shape[2], k.shape[2], q.shape[3], q.element_size(), sight)
+        members = (
+            self.shape[1] if len(self.shape) == 2 else self.size if strategy == "ulysses" else 1
+        )
+        if q.shape[2] % members:
+            raise InvalidInput(
+                f"q has {q.shape[2]} heads; expected a multiple of the {members} ranks that share them"
             )
+        context: Any = strategy
+        if strategy in ("ulysses", "usp"):
+            context = "halo" if sight.left is not None else "ring"
+        split = Split(q.shape[2], k.shape[2], members)
+        return Course(self.tokens, context, split, self.chunk, sight, scores)
+
+    def _check(self, q, k, v, sight: Sight, scores: Scores, sinks, whole: bool) -> None:
         validate.tensors(q, k, v, packed=False)
-        validate.numbers(scale, softcap, 0.0, window)
+        validate.numbers(scores.scale, scores.softcap, 0.0, None)
         validate.extras(q, None, sinks, None, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
         expected = self.length if whole else self.local_length()
         where = "" if whole else f", rank {self.rank}'s share of {self.length} (see plan.shard)"
@@ -236,40 +261,47 @@ class ContextParallelPlan:
                 raise InvalidInput(
                     f"{name} has {tensor.shape[1]} tokens; expected {expected}{where}"
                 )
-        sight = Sight.of(
-            self.length, causal=causal, window=window, mask=mask, documents=self.documents
-        )
         if sight.batch not in (1, q.shape[0]):
             raise InvalidInput(
                 f"mask is for {sight.batch} sequences; expected 1 or {q.shape[0]}, as q"
             )
-        strict = (
-            torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        )
-        scores = Scores(scale, softcap, bool(strict), backend)
-        strategy = self.choose(q.shape[2], k.shape[2], q.shape[3], q.element_size(), sight)
-        return self._course(strategy, q.shape[2], k.shape[2], sight, scores)
+
+    def agree(self, signature: str = "", *, refusal: str | None = None) -> None:
+        """Compare a call with those of the other ranks, once per signature; one small all-gather.
+
+        A rank that refuses its first call says so to the others, so that all raise.
+
+        Raises:
+            InvalidInput: another rank refuses, or is about something else.
+        """
+        if self.size == 1 or (refusal is None and signature in self.agreed):
+            return
+        if refusal is not None and self.agreed:
+            return  # the others went ahead; they will name this rank when it does not come
+        text = ("!" + refusal if refusal is not None else signature).encode()[:WORDS]
+        words = torch.zeros(WORDS, dtype=torch.uint8)
+        words[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        every = words.to(self.groups[0].device)
+        for group in reversed(self.groups):
+            (every,) = group.all_gather(every, "agreement on the call").wait()
+        said = [
+            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+            for row in every.cpu().view(-1, WORDS)
+        ]
+        if refusal is not None:
+            return
+        for rank, theirs in enumerate(said):
+            if theirs.startswith("!"):
+                raise InvalidInput(f"rank {rank} refuses the call: {theirs[1:]}")
+            if theirs.encode() != text:
+                raise InvalidInput(
+                    f"rank {rank} calls with {theirs}; expected {text.decode()}, as rank {self.rank}"
+                )
+        self.agreed.add(signature)
 
     def choose(self, heads_q: int, heads_kv: int, dim: int, itemsize: int, sight: Sight) -> str:
         """The strategy: the plan's own, or what the performance model finds fastest."""
         return self.strategy
-
-    def _course(
-        self, strategy: str, heads_q: int, heads_kv: int, sight: Sight, scores: Scores
-    ) -> Course:
-        members = (
-            self.shape[1] if len(self.shape) == 2 else self.size if strategy == "ulysses" else 1
-        )
-        if heads_q % members:
-            raise InvalidInput(
-                f"q has {heads_q} heads; expected a multiple of the {members} ranks that share them"
-            )
-        context = strategy
-        if strategy in ("ulysses", "usp"):
-            context = "halo" if sight.left is not None else "ring"
-        return Course(
-            self.tokens, context, Split(heads_q, heads_kv, members), self.chunk, sight, scores
-        )
 
     def _rank(self, rank: int | None) -> int:
         if rank is None:
@@ -279,19 +311,14 @@ class ContextParallelPlan:
         return rank
 
 
-class Alone:
-    """A context of one rank: nothing to send."""
-
-    rank, size = 0, 1
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def exchange(self, *call: Any) -> Any:
-        """Never called: a schedule of one rank has no messages."""
-        raise AssertionError("one rank has nobody to send to")
-
-    all_gather = all_to_all = exchange
+def plan_of(token: str) -> ContextParallelPlan:
+    """The plan that crossed an op's border as its token."""
+    plan = _plans.get(token)
+    if plan is None:
+        raise InvalidInput(
+            f"plan {token!r} is gone; expected it to be kept as long as what was compiled with it"
+        )
+    return plan
 
 
 class _Unshard(torch.autograd.Function):

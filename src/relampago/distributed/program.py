@@ -6,27 +6,28 @@ ring, halo and all-gather are the inside alone; Ulysses is the outside around a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from relampago.distributed import allgather, exchange
 from relampago.distributed.accumulate import Output, delta_of, sinks_gradient
-from relampago.distributed.exchange import Scores
+from relampago.distributed.exchange import Scores, Whole
 from relampago.distributed.heads import Exchange, Split
 from relampago.distributed.layouts import Layout
 from relampago.distributed.schedule import build
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Links, Program
-from relampago.problem import accumulate_dtype
+
+Context = Literal["ring", "halo", "allgather"]
 
 
 class Course(NamedTuple):
     """What all ranks agree on: plain values."""
 
     layout: Layout
-    context: str  # ring, halo or allgather: how the inside works
+    context: Context  # how the inside works
     split: Split  # how heads are dealt; to one rank without Ulysses
     chunk: int  # kv heads gathered at a time
     sight: Sight
@@ -39,12 +40,10 @@ class Course(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward needs beside out: tensors as the inside saw them."""
+    """What Ulysses keeps for its backward, so that q, k and v travel once; empty tensors without Ulysses."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor  # (B, own heads, own tokens)
+    joint: Tensor  # q, k, v of all tokens, own heads, side by side: (B, tokens, width)
+    lse: Tensor  # (B, own heads, tokens)
 
 
 def forward(
@@ -52,47 +51,68 @@ def forward(
 ) -> Program:
     """Returns (out in q's dtype, lse, Saved)."""
     step = f"{name_of(course)} forward"
-    dtype = q.dtype
     outer = _outer(course, links, q.device, step)
-    if outer is not None:
-        q, k, v = yield from outer.scatter("q, k, v", ("q", q), ("kv", k), ("kv", v))
-        sinks = None if sinks is None else sinks[outer.split.queries(outer.link.rank)]
-    total: Output = yield from _inner(course, links, q, k, v, step)
-    out, lse = total.finish(sinks, dtype)
-    saved = Saved(q, k, v, lse)
-    if outer is not None:
-        out = yield from outer.gather("out", "q", out)
-        rows = yield from outer.gather("lse", "q", lse.transpose(1, 2)[..., None])
-        lse = rows[..., 0].transpose(1, 2)
-    return out, lse, saved
+    if outer is None:
+        total: Output = yield from _inner(course, links, q, k, v, step)
+        out, lse = total.finish(sinks, q.dtype)
+        return out, lse, Saved(q.new_empty(0), lse.new_empty(0))
+    joint = yield from outer.scatter("q, k, v", ("q", q), ("kv", k), ("kv", v))
+    inner_q, inner_k, inner_v = outer.parts(joint, *_widths(q, k, v))
+    total = yield from _inner(course, links, inner_q, inner_k, inner_v, step)
+    own = None if sinks is None else sinks[outer.split.queries(outer.link.rank)]
+    out, rows = total.finish(own, q.dtype)
+    out = yield from outer.gather("out", "q", out)
+    lse = yield from outer.gather("lse", "q", rows.transpose(1, 2)[..., None])
+    return out, lse[..., 0].transpose(1, 2).contiguous(), Saved(joint, rows)
+
+
+class Forward(NamedTuple):
+    """The forward's inputs and results, as its backward takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    saved: Saved
 
 
 def backward(
-    course: Course, links: Links, saved: Saved, sinks: Tensor | None, out: Tensor, dout: Tensor,
-    dlse: Tensor | None,
-) -> Program:  # fmt: skip
-    """Returns (dq, dk, dv, dsinks), dq to dv in the inputs' dtype; dsinks is this rank's share of a sum over ranks."""
+    course: Course, links: Links, had: Forward, dout: Tensor, dlse: Tensor | None
+) -> Program:
+    """Returns (dq, dk, dv, dsinks) in the inputs' dtypes; dsinks is this rank's share of a sum over ranks."""
     step = f"{name_of(course)} backward"
-    q, k, v, lse = saved
-    delta = delta_of(out, dout, dlse, accumulate_dtype(q.dtype))
+    q, k, v, sinks, out, lse, saved = had
+    delta = delta_of(out, dout, dlse, lse.dtype)
     outer = _outer(course, links, q.device, step)
-    if outer is not None:
-        (dout,) = yield from outer.scatter("dout", ("q", dout))
-        (rows,) = yield from outer.scatter("delta", ("q", delta.transpose(1, 2)[..., None]))
-        delta = rows[..., 0].transpose(1, 2).contiguous()
+    if outer is None:
+        x = Whole(q, k, v, dout, lse, delta)
+        dq, dk, dv = yield from _inner_backward(course, links, x, step)
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    inner_q, inner_k, inner_v = outer.parts(saved.joint, *_widths(q, k, v))
+    dout = yield from outer.scatter("dout", ("q", dout))
+    (dout,) = outer.parts(dout, ("q", v.shape[-1]))
+    rows = yield from outer.scatter("delta", ("q", delta.transpose(1, 2)[..., None]))
+    delta = rows.transpose(1, 2).contiguous()
+    x = Whole(inner_q, inner_k, inner_v, dout, saved.lse, delta)
+    dq, dk, dv = yield from _inner_backward(course, links, x, step)
     dsinks = None
     if sinks is not None:
-        own = slice(None) if outer is None else outer.split.queries(outer.link.rank)
+        own = outer.split.queries(outer.link.rank)
         dsinks = torch.zeros_like(sinks)
-        dsinks[own] = sinks_gradient(sinks[own], lse, delta)
-    dq, dk, dv = yield from _inner_backward(course, links, saved, dout, delta, step)
-    if outer is not None:
-        dq = yield from outer.gather("dq", "q", dq.to(q.dtype))
-        dkv = torch.cat([dk, dv], -1)
-        dkv = dkv if outer.split.shared else dkv.to(k.dtype)  # nothing left to sum: round here
-        dkv = yield from outer.gather("dk, dv", "kv", dkv)
-        dk, dv = dkv[..., : k.shape[-1]], dkv[..., k.shape[-1] :]
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        dsinks[own] = sinks_gradient(sinks[own], saved.lse, delta)
+    dq = yield from outer.gather("dq", "q", dq.to(q.dtype))
+    dkv = torch.cat([dk, dv], -1)
+    dkv = dkv if outer.split.shared else dkv.to(k.dtype)  # nothing left to sum: round here
+    dkv = yield from outer.gather("dk, dv", "kv", dkv)
+    dk, dv = dkv[..., : k.shape[-1]], dkv[..., k.shape[-1] :]
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, int], ...]:
+    return ("q", q.shape[-1]), ("kv", k.shape[-1]), ("kv", v.shape[-1])
 
 
 def name_of(course: Course) -> str:
@@ -120,17 +140,13 @@ def _inner(course: Course, links: Links, q, k, v, step: str) -> Program:
     return (yield from exchange.forward(schedule, link, q, k, v, course.scores, step))
 
 
-def _inner_backward(course: Course, links: Links, saved: Saved, dout, delta, step: str) -> Program:
+def _inner_backward(course: Course, links: Links, x: Whole, step: str) -> Program:
     link = links.context
-    q, k, v, lse = saved
     if course.context == "allgather":
         return (
             yield from allgather.backward(
-                course.layout, course.members, course.sight, link, q, k, v, dout, lse, delta, course.scores,
-                course.chunk, step,
+                course.layout, course.members, course.sight, link, x, course.scores, course.chunk, step
             )
         )  # fmt: skip
     schedule = build(course.context, course.layout, course.members, link.rank, course.sight)
-    return (
-        yield from exchange.backward(schedule, link, q, k, v, dout, lse, delta, course.scores, step)
-    )
+    return (yield from exchange.backward(schedule, link, x, course.scores, step))

@@ -44,7 +44,7 @@ class Sight(NamedTuple):
         left = right = None
         prefixes: list[int | Starts] = []
         tables: list[tuple[Starts, ...]] = [(documents,)] if documents is not None else []
-        parts = [Causal()] if causal else []
+        parts: list[Any] = [Causal()] if causal else []
         parts += [Window(*window)] if window is not None else []
         parts += mask.masks if isinstance(mask, All) else [] if mask is None else [mask]
         for part in parts:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relampago.distributed import program
+from relampago.distributed.exchange import Scores
 from relampago.distributed.plan import ContextParallelPlan
-from relampago.distributed.program import Course
+from relampago.distributed.program import Course, Forward, backward, forward
+from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Links, Program, RankFailure, Shape, Traffic
 
 Key = tuple[str, int, int, int]  # channel, from, to, number
@@ -223,12 +224,23 @@ class Simulation:
         k: Tensor,
         v: Tensor,
         *,
-        return_lse: bool = False,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        mask: Any = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
-        **options: Any,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        backend: str | None = None,
     ) -> Any:
         """`distributed.attention` on whole tensors (B, S, …); sinks get their whole gradient."""
-        course = self.plan.course(q, k, v, sinks=sinks, whole=True, **options)
+        plan = self.plan
+        sight = Sight.of(
+            plan.length, causal=causal, window=window, mask=mask, documents=plan.documents
+        )
+        scores = Scores(scale, softcap, deterministic, backend)
+        course = plan.course(q, k, v, sight, scores, sinks=sinks, whole=True)
         out, lse = _Simulated.apply(self, course, q, k, v, sinks)  # type: ignore[misc]
         return (out, lse) if return_lse else out
 
@@ -262,36 +274,33 @@ class Simulation:
 class _Simulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Simulation, course: Course, q, k, v, sinks):
-        layout, size = course.layout, course.layout.size
-        shards = [
-            [t.index_select(1, layout.positions(r).to(t.device)) for t in (q, k, v)]
-            for r in range(size)
-        ]
+        layout = course.layout
+        places = [layout.positions(r).to(q.device) for r in range(layout.size)]
+        shards: list[Any] = [[t.index_select(1, at) for t in (q, k, v)] for at in places]
         results = run.run(
-            course, lambda rank, links: program.forward(course, links, *shards[rank], sinks)
+            course,
+            lambda r, links: forward(course, links, *shards[r], sinks),  # pyright: ignore
         )
-        ctx.run, ctx.course, ctx.sinks = run, course, sinks
-        ctx.results = results
-        out = _joined([out for out, _, _ in results], layout, 1)
-        lse = _joined([lse for _, lse, _ in results], layout, 2)
-        return out, lse
+        ctx.run, ctx.course, ctx.places = run, course, places
+        ctx.had = [
+            Forward(q, k, v, sinks, out, lse, saved)
+            for (q, k, v), (out, lse, saved) in zip(shards, results, strict=True)
+        ]
+        out = _joined([out for out, _, _ in results], places, 1)
+        return out, _joined([lse for _, lse, _ in results], places, 2)
 
     @staticmethod
-    def backward(ctx: Any, dout, dlse):
-        layout = ctx.course.layout
-        places = [layout.positions(r).to(dout.device) for r in range(layout.size)]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        dout, dlse = gradients
+        douts = [dout.index_select(1, at) for at in ctx.places]
+        dlses = [dlse.index_select(2, at) for at in ctx.places]
         results = ctx.run.run(
-            ctx.course,
-            lambda rank, links: program.backward(
-                ctx.course, links, ctx.results[rank][2], ctx.sinks, ctx.results[rank][0],
-                dout.index_select(1, places[rank]), dlse.index_select(2, places[rank]),
-            ),
-        )  # fmt: skip
-        grads = [_joined([r[i] for r in results], layout, 1) for i in range(3)]
-        dsinks = None if ctx.sinks is None else sum(r[3] for r in results)
+            ctx.course, lambda r, links: backward(ctx.course, links, ctx.had[r], douts[r], dlses[r])
+        )
+        grads = [_joined([result[i] for result in results], ctx.places, 1) for i in range(3)]
+        dsinks = None if results[0][3] is None else sum(result[3] for result in results)
         return (None, None, *grads, dsinks)
 
 
-def _joined(parts: list[Tensor], layout: Any, dim: int) -> Tensor:
-    order = torch.cat([layout.positions(r) for r in range(layout.size)]).argsort()
-    return torch.cat(parts, dim).index_select(dim, order.to(parts[0].device))
+def _joined(parts: list[Tensor], places: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())

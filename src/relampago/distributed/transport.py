@@ -7,6 +7,7 @@ same strategy runs over process groups here, and over virtual ranks in `simulato
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -96,6 +97,43 @@ class Links(NamedTuple):
     heads: Transport | None = None
 
 
+class Done(NamedTuple):
+    """A call that needed nobody."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """At once."""
+        return self.tensors
+
+
+class Alone:
+    """A group of one: nothing leaves it."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Shape]],
+        device: torch.device,
+        step: str,
+    ) -> Pending:
+        """A schedule of one rank has no messages."""
+        raise AssertionError(f"{step}: one rank has nobody to send to")
+
+    def all_gather(self, tensor: Tensor, step: str) -> Pending:
+        """The tensor itself."""
+        return Done([tensor[None]])
+
+    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Shape], step: str) -> Pending:
+        """The tensors themselves."""
+        return Done(list(sends))
+
+
 class GroupTransport:
     """A torch.distributed process group: NCCL, gloo or whatever else it is made of."""
 
@@ -105,6 +143,7 @@ class GroupTransport:
         self.size = dist.get_world_size(group)
         self.traffic = Traffic()
         self.timeout = timeout
+        self.device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
 
     def exchange(
         self,
@@ -176,12 +215,29 @@ class GroupTransport:
         return Flight(self, works, found, kept, step, peers)
 
     def failure(self, step: str, peers: Sequence[int], error: Exception) -> RankFailure:
-        """What to raise when a call fails: who was waited for, and at which step."""
-        names = ", ".join(str(dist.get_global_rank(self.group, p)) for p in sorted(set(peers)))
+        """What to raise when a call fails: who was waited for, at which step, and who is to blame for it."""
+        awaited = self._names(sorted(set(peers)))
         return RankFailure(
-            f"rank {dist.get_rank()} heard nothing from rank {names} at {step} "
-            f"(time-out {self.timeout:g} s): {str(error).splitlines()[0][:200]}"
+            f"rank {dist.get_rank()} heard nothing from {awaited} at {step} (time-out {self.timeout:g} s)"
+            f"{self._silent()}: {str(error).splitlines()[0][:200]}"
         )
+
+    def _silent(self) -> str:
+        """One broken connection breaks the next. Whoever fails says so in the store; the cause never does."""
+        try:
+            store = self.group.get_group_store()
+            store.set(f"relampago/failed/{self.rank}", "1")
+            deadline = time.monotonic() + min(2.0, self.timeout / 2)
+            silent = [r for r in range(self.size) if r != self.rank]
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = [r for r in silent if not store.check([f"relampago/failed/{r}"])]
+        except (RuntimeError, AttributeError):
+            return "; the store is gone too"
+        return f"; dead, hung or still waiting: {self._names(silent)}" if silent else ""
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return "rank " + ", ".join(str(dist.get_global_rank(self.group, r)) for r in ranks)
 
 
 class Flight:

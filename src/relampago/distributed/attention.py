@@ -1,0 +1,199 @@
+"""The public call over several ranks, and the custom ops behind it.
+
+As ops they cross torch.compile(fullgraph=True), and a selective checkpoint that keeps an op's outputs does not repeat
+its communication. Tensors cross the ops' border as they are; a plan crosses as a token, what a row sees as a string.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relampago.api import autocast
+from relampago.distributed.exchange import Scores
+from relampago.distributed.plan import ContextParallelPlan, plan_of
+from relampago.distributed.program import Course, Forward, Saved, backward, forward
+from relampago.distributed.sight import Sight
+from relampago.distributed.transport import drive
+from relampago.errors import InvalidInput, Unsupported
+from relampago.problem import accumulate_dtype
+
+library = torch.library.Library("relampago", "FRAGMENT")
+library.define(
+    "context_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, str plan, str options)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "context_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse,"
+    " Tensor joint, Tensor rows, str plan, str options) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: ContextParallelPlan,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`relampago.attention` over a sequence that is spread over ranks: each gives and gets its own tokens.
+
+    Args:
+        q: this rank's queries (B, L, H, D), L = plan.local_length(), in the order of plan.positions().
+        k: its keys (B, L, G, D).
+        v: its values (B, L, G, E).
+        plan: who holds which tokens, and how they meet.
+        causal: as in `relampago.attention`, by global positions, as all masks here.
+        window: likewise.
+        mask: `Causal`, `Window`, `Prefix`, `Document`, joined by `&`. Tensors in it are read by the host: give
+            documents to the plan where that matters, or under torch.compile.
+        scale: as in `relampago.attention`.
+        softcap: likewise.
+        sinks: (H,), the same on all ranks. Its gradient is this rank's share: sum it over ranks, as of any parameter.
+        deterministic: as in `relampago.attention`; the order of sums over ranks is fixed in any case.
+        return_lse: also return LSE (B, H, L), differentiable.
+        backend: of the kernels.
+
+    Returns:
+        out (B, L, H, E), or (out, lse): this rank's rows.
+
+    Raises:
+        InvalidInput: shapes that are not the plan's; on the first call, on every rank if on any.
+        Unsupported: dropout, bias, score mods, dense masks.
+        RankFailure: another rank died or hung; the message names it and the step.
+    """
+    if not isinstance(plan, ContextParallelPlan):
+        raise InvalidInput(f"plan is a {type(plan).__name__}; expected a ContextParallelPlan")
+    if plan.virtual and plan.size > 1:
+        raise InvalidInput(
+            f"plan has {plan.size} virtual ranks; expected a mesh of processes (see Simulation)"
+        )
+    sight = Sight.of(plan.length, causal=causal, window=window, mask=mask, documents=plan.documents)
+    strict = (
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    )
+    options = repr((tuple(sight), (scale, softcap, strict, backend)))
+    q, k, v = autocast(q, k, v)
+    out, lse, _, _ = torch.ops.relampago.context_forward(q, k, v, sinks, plan.token, options)
+    return (out, lse) if return_lse else out
+
+
+@functools.lru_cache(maxsize=256)
+def decode_options(text: str) -> tuple[Sight, Scores]:
+    """What the string says."""
+    sight, scores = ast.literal_eval(text)
+    return Sight(*sight), Scores(*scores)
+
+
+def _course(
+    plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, text: str
+) -> Course:
+    """Check the call, and agree on it with the other ranks where they have not yet."""
+    try:
+        course = plan.course(q, k, v, *decode_options(text), sinks=sinks)
+    except (InvalidInput, Unsupported) as error:
+        plan.agree(refusal=str(error))
+        raise
+    plan.agree(
+        f"batch {q.shape[0]}, heads {q.shape[2]}/{k.shape[2]}, dims {q.shape[3]}/{v.shape[3]}, {q.dtype}, {text}"
+    )
+    return course
+
+
+@torch.library.impl(library, "context_forward", "CompositeExplicitAutograd")
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, token: str, options: str
+) -> tuple[Tensor, ...]:
+    plan = plan_of(token)
+    course = _course(plan, q, k, v, sinks, options)
+    out, lse, saved = drive(forward(course, plan.links(course), q, k, v, sinks))
+    return out, lse, saved.joint, saved.lse
+
+
+@torch.library.impl(library, "context_backward", "CompositeExplicitAutograd")
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    joint: Tensor, rows: Tensor, token: str, options: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    plan = plan_of(token)
+    course = plan.course(q, k, v, *decode_options(options), sinks=sinks)
+    had = Forward(q, k, v, sinks, out, lse, Saved(joint, rows))
+    *grads, dsinks = drive(backward(course, plan.links(course), had, dout, dlse))
+    return (*grads, q.new_empty(0) if dsinks is None else dsinks)
+
+
+@torch.library.register_fake("relampago::context_forward", lib=library)
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, token: str, options: str
+) -> tuple[Tensor, ...]:
+    plan = plan_of(token)
+    wide = accumulate_dtype(q.dtype)
+    batch, length, heads = q.shape[:3]
+    course = plan.course(q, k, v, *decode_options(options), checked=False)
+    joint, rows = (0,), (0,)
+    if course.members > 1:
+        split = course.split
+        inner = plan.rank % split.size
+        tokens = course.layout.joined(split.size)[plan.rank // split.size].numel()
+        own = len(split.queries(inner)) * q.shape[3]
+        own += len(split.keys(inner)) * (k.shape[3] + v.shape[3])
+        joint, rows = (batch, tokens, own), (batch, len(split.queries(inner)), tokens)
+    return (
+        q.new_empty((batch, length, heads, v.shape[3])),
+        q.new_empty((batch, heads, length), dtype=wide),
+        q.new_empty(joint),
+        q.new_empty(rows, dtype=wide),
+    )
+
+
+@torch.library.register_fake("relampago::context_backward", lib=library)
+def _backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    like = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), like)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks, token, options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.token, ctx.options = token, options
+    ctx.plan = plan_of(token)  # the plan lives as long as the graph
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *rest: Any
+) -> tuple[Any, ...]:
+    q, k, v, sinks, out, *others = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    *grads, dsinks = torch.ops.relampago.context_backward(
+        dout, dlse, q, k, v, sinks, out, *others, ctx.token, ctx.options
+    )
+    return (*grads, None if sinks is None else dsinks, None, None)
+
+
+torch.library.register_autograd(
+    "relampago::context_forward", _differentiate, setup_context=_setup_context, lib=library
+)
