@@ -1,4 +1,4 @@
-"""The command line: `relampago {doctor, explain, bench, matrix, tune, demo}`, one file per command.
+"""The command line: `relampago {doctor, explain, bench, matrix, plan, tune, demo}`, one file per command.
 
 Heavy imports (torch's GPU state, transformers, matplotlib) happen inside the commands, so that `--help` stays quick.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from relampago.cli import bench, demo, doctor, explain, matrix, tune
+from relampago.cli import bench, demo, doctor, explain, matrix, plan, tune
 from relampago.cli.console import complain
 from relampago.errors import InvalidInput, Unsupported
 
@@ -34,7 +34,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="FlashAttention in pure Python: exact attention in O(N) memory.",
 )
-for command in (doctor.doctor, explain.explain, bench.bench, matrix.matrix, tune.tune, demo.demo):
+for command in (
+    doctor.doctor,
+    explain.explain,
+    bench.bench,
+    matrix.matrix,
+    plan.plan,
+    tune.tune,
+    demo.demo,
+):
     app.command()(command)
 
 

@@ -30,13 +30,23 @@ class Sizes(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """Visible pairs per head of the rank, calls and bytes sent meanwhile, and partial results folded (rows)."""
+    """One stretch of work.
+
+    Args:
+        pairs: visible pairs computed, per query head that the rank works on.
+        calls: calls posted, which fly meanwhile.
+        bytes: bytes they send.
+        rows: rows of partial results folded into others.
+        launches: pieces.
+        heads: whether the calls go to the ranks that share heads (Ulysses), not along the context.
+    """
 
     pairs: float
     calls: int
     bytes: int
     rows: int = 0
     launches: int = 0
+    heads: bool = False
 
 
 def beats(course: Course, rank: int, sizes: Sizes, *, backward: bool = False) -> list[Beat]:
@@ -113,10 +123,10 @@ def _around(
     kv = keys * (sizes.dim + sizes.dim_v)
 
     def to_heads(width: int, size: int) -> Beat:
-        return Beat(0, 1, others * mine * width * size * batch)
+        return Beat(0, 1, others * mine * width * size * batch, heads=True)
 
     def to_tokens(width: int, size: int) -> Beat:
-        return Beat(0, 1, theirs * width * size * batch)
+        return Beat(0, 1, theirs * width * size * batch, heads=True)
 
     if not backward:
         before = [to_heads(queries * sizes.dim + kv, item)]

@@ -301,7 +301,51 @@ class ContextParallelPlan:
 
     def choose(self, heads_q: int, heads_kv: int, dim: int, itemsize: int, sight: Sight) -> str:
         """The strategy: the plan's own, or what the performance model finds fastest."""
-        return self.strategy
+        if self.strategy != "auto":
+            return self.strategy
+        return self.ranking(heads_q, heads_kv, dim, itemsize, sight)[0].strategy
+
+    def ranking(
+        self,
+        heads_q: int,
+        heads_kv: int,
+        dim: int,
+        itemsize: int,
+        sight: Sight,
+        dim_v: int | None = None,
+    ) -> list[Any]:
+        """What the performance model says of each strategy that this mesh can run, best first."""
+        from relampago.distributed.model import MACHINES, Shape, rank_strategies
+
+        name = self.machine or (
+            "cpu" if not self.virtual and self.groups[0].device.type == "cpu" else "h200"
+        )
+        if name not in MACHINES:
+            raise InvalidInput(f"machine is {name!r}; expected one of {', '.join(MACHINES)}")
+        shape = Shape(heads_q, heads_kv, dim, dim_v or dim, itemsize)
+        return rank_strategies(self.tokens, self.shape, shape, sight, MACHINES[name], self.chunk)
+
+    def explain(
+        self,
+        heads_q: int,
+        heads_kv: int,
+        dim: int,
+        *,
+        itemsize: int = 2,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+    ) -> str:
+        """Which strategy runs for such shapes, and why: modelled times of all, best first."""
+        sight = Sight.of(self.length, causal=causal, window=window, documents=self.documents)
+        ranking = self.ranking(heads_q, heads_kv, dim, itemsize, sight)
+        chosen = self.choose(heads_q, heads_kv, dim, itemsize, sight)
+        why = (
+            "asked for"
+            if self.strategy != "auto"
+            else f"fastest in the model of {ranking[0].machine}"
+        )
+        lines = [f"{chosen}: {why}", *(str(estimate) for estimate in ranking)]
+        return "\n".join(lines)
 
     def _rank(self, rank: int | None) -> int:
         if rank is None:

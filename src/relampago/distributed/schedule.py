@@ -123,8 +123,7 @@ def routes(kind: Kind, needs: list[list[Span | None]]) -> list[Route]:
 def build(kind: Kind, layout: Layout, members: int, rank: int, sight: Sight) -> Schedule:
     """A rank's table; `members` ranks of the layout that share their heads act as one."""
     blocks = layout.joined(members)
-    needs = needs_of(blocks, sight)
-    every = routes(kind, needs)
+    every = routes(kind, needs_of(layout, members, sight))
     last = max((route.stops[-1].slot + 1 for route in every), default=0)
     slots = [Slot() for _ in range(last + 1)]
     own = cut(blocks[rank], blocks[rank], sight)
@@ -134,8 +133,10 @@ def build(kind: Kind, layout: Layout, members: int, rank: int, sight: Sight) -> 
     return Schedule(rank, tuple(slots), tuple(block.numel() for block in blocks))
 
 
-def needs_of(blocks: tuple[Tensor, ...], sight: Sight) -> list[list[Span | None]]:
+@functools.lru_cache(maxsize=16)
+def needs_of(layout: Layout, members: int, sight: Sight) -> list[list[Span | None]]:
     """For each rank, the slice of each block that holds all it sees."""
+    blocks = layout.joined(members)
     reaches = [reach(block, sight) for block in blocks]
     return [[hull(intervals, block) for block in blocks] for intervals in reaches]
 
