@@ -130,13 +130,10 @@ def estimate(name: str, course: Course, shape: Shape, machine: Machine) -> Estim
     course, scale = _coarser(course)
     sizes = Sizes(shape.batch, shape.dim, shape.dim_v, shape.itemsize)
     size = course.layout.size
-    ranks = sorted(
-        {*range(0, size, max(1, size // 8)), 1 % size, size - 1}
-    )  # the ends are the extremes
+    ranks = sorted({*range(0, size, max(1, size // 8)), 1 % size, size - 1})  # ends are extremes
     start, end = course.sight.runs(torch.arange(course.layout.length))
-    pairs = (
-        float((end - start).sum()) / start.shape[0] * course.members / size
-    )  # of each, if shared evenly
+    pairs = float((end - start).sum()) / start.shape[0]
+    even = pairs * course.members / size  # for each of a rank's heads, if all ranks had as much
     seconds, sent, calls, rates = [], [], [], []
     for backward in (False, True):
         table = [beats(course, rank, sizes, backward=backward) for rank in ranks]
@@ -145,11 +142,9 @@ def estimate(name: str, course: Course, shape: Shape, machine: Machine) -> Estim
             max(_time(course, beat, shape, machine, scale, backward) for beat in step)
             for step in steps
         )
-        ideal = _compute(
-            course, sum(b.pairs for row in table for b in row), shape, machine, scale, backward
-        )
         seconds.append(time)
-        rates.append(ideal / len(ranks) / time if time else 1.0)
+        ideal = _compute(course, even, shape, machine, scale, backward)
+        rates.append(ideal / time if time else 1.0)
         sent.append(max(sum(b.bytes for b in row) for row in table) * scale)
         calls.append(max(sum(b.calls for b in row) for row in table))
     held = memory_of(course, shape) * scale

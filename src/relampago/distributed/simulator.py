@@ -34,6 +34,7 @@ class World:
         timeout: seconds a rank waits for a message.
         faults: {rank: calls}: the rank hangs for ever when it has been resumed that often (0: from the start).
         measure: a clock in seconds, to charge ranks with what they compute; None charges nothing.
+        copies: whether a message is copied when it is sent; False to time the computing alone.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class World:
         timeout: float = 60.0,
         faults: dict[int, int] | None = None,
         measure: Callable[[], float] | None = None,
+        copies: bool = True,
     ) -> None:
-        self.size, self.latency, self.timeout = size, latency, timeout
+        self.size, self.latency, self.timeout, self.copies = size, latency, timeout, copies
         self.random = random.Random(seed)
         self.faults = dict(faults or {})
         self.measure = measure
@@ -66,7 +68,7 @@ class World:
         """Put a copy on the wire."""
         key = (channel, source, target, self.number(channel, source, target, "out"))
         arrival = self.clock[source] + self.random.uniform(0, self.latency)
-        self.wires[key] = (arrival, tensor.clone())
+        self.wires[key] = (arrival, tensor.clone() if self.copies else tensor)
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         """Every rank's result. Raises the first RankFailure if there is one; `failures` has them all."""
