@@ -106,7 +106,7 @@ def test_bf16_errors_do_not_grow_with_the_ring() -> None:
             for name in ("out", "dq", "dk", "dv"):
                 assert each[name] <= 1.25 * alone[name], (strategy, name, each[name], alone[name])
         for name in ("out", "dq", "dk", "dv"):
-            assert found[-1][name] <= 1.05 * found[0][name], (strategy, name, found)
+            assert found[-1][name] <= 1.1 * found[0][name], (strategy, name, found)
 
 
 def test_two_runs_give_the_same_bits_whatever_the_latencies() -> None:

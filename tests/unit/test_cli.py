@@ -30,7 +30,7 @@ def run(*arguments: str):
 def test_help_names_every_command() -> None:
     found = run("--help")
     assert found.exit_code == 0
-    for command in ("doctor", "explain", "bench", "matrix", "demo"):
+    for command in ("doctor", "explain", "bench", "matrix", "plan", "demo"):
         assert command in found.output
 
 

@@ -27,7 +27,7 @@ def namespace() -> dict:
     """The names that README's examples take for granted."""
     q, k, v = torch.randn(2, 12, 8, 16), torch.randn(2, 12, 2, 16), torch.randn(2, 12, 2, 16)
     return {
-        "torch": torch, "rl": rl, "q": q, "k": k, "v": v, "len_q": 12, "len_k": 12,
+        "torch": torch, "rl": rl, "q": q, "k": k, "v": v, "len_q": 12, "len_k": 12, "mesh": 1,
         "starts": torch.tensor([0, 5]), "bias": torch.randn(8, 12, 12), "sinks": torch.randn(8),
         "shards": [(0, k[:, :6], v[:, :6]), (6, k[:, 6:], v[:, 6:])],
     }  # fmt: skip
