@@ -20,7 +20,10 @@ FOLDER = Path(__file__).parents[2] / "examples" / "distributed"
 )  # fmt: skip
 def test_example(name, arguments, words) -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=250
+        [sys.executable, str(FOLDER / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert words in done.stdout

@@ -96,7 +96,11 @@ def test_command_line() -> None:
     assert run.exit_code == 0, run.output
     for word in ("ring", "allgather", "ulysses", "usp 2×2", "projected", "not measured"):
         assert word in run.output
-    for wrong, words in ((["--machine", "abacus"], "machine is 'abacus'"), (["--kv-heads", "5"], "kv_heads is 5"), (["--gpus", "0"], "gpus is 0")):  # fmt: skip
+    for wrong, words in (
+        (["--machine", "abacus"], "machine is 'abacus'"),
+        (["--kv-heads", "5"], "kv_heads is 5"),
+        (["--gpus", "0"], "gpus is 0"),
+    ):
         run = CliRunner().invoke(app, ["plan", "--seq", "64", *wrong])
         assert run.exit_code == 2
         assert words in run.output

@@ -1,4 +1,4 @@
-"""One rank of the gloo tests: `python worker.py <rank> <size> <folder> [checks]`. A start costs seconds, so there is one.
+"""One rank of the gloo tests: `python worker.py <rank> <size> <folder> [checks]`. A start costs seconds: there is one.
 
 Each check is a function; what it raises goes into <folder>/<rank>.json under its name. A check runs on all ranks in the
 same order. The last ones end with a hanging and a dead rank.

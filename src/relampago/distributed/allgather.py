@@ -39,6 +39,12 @@ def order_of(layout: Layout, members: int, device: torch.device) -> Tensor:
     return order.to(device)
 
 
+@functools.lru_cache(maxsize=64)
+def places_of(layout: Layout, members: int, device: torch.device) -> list[Tensor]:
+    """The positions of each rank's tokens, kept on the device."""
+    return [block.to(device) for block in layout.joined(members)]
+
+
 class Stream:
     """The whole sequence's keys and values, some kv heads at a time; the next are under way while these are used."""
 
@@ -116,7 +122,7 @@ def backward(
     q, k, v = x.q, x.k, x.v
     dim, group, wide = q.shape[-1], q.shape[2] // k.shape[2], accumulate_dtype(q.dtype)
     pieces = pieces_of(layout, members, link.rank, sight)
-    where = [block.to(q.device) for block in layout.joined(members)]
+    where = places_of(layout, members, q.device)
     dq = torch.zeros_like(q, dtype=wide)
     dkv = q.new_empty((*k.shape[:3], dim + v.shape[-1]), dtype=wide)
     stream = Stream(layout, members, link, k, v, heads, step)

@@ -6,6 +6,7 @@ and their gradients are summed where they come home.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,10 +70,8 @@ class Exchange:
         step: str,
     ) -> Exchange:
         """For the group with this rank in the context."""
-        first = context_rank * link.size
-        members = [layout.positions(first + i) for i in range(link.size)]
-        order = torch.cat(members).argsort().to(device)
-        return Exchange(link, split, tuple(m.numel() for m in members), order, step)
+        counts, order = _sorting(layout, link.size, context_rank, device)
+        return Exchange(link, split, counts, order, step)
 
     def scatter(self, name: str, *tensors: tuple[str, Tensor]) -> Program:
         """(kind, (B, L, all heads, W)) to (B, all tokens, own heads · W), all tensors side by side in one message."""
@@ -110,6 +109,15 @@ class Exchange:
         return torch.zeros(shape, dtype=wide, device=tensor.device).index_add_(
             2, index, found.to(wide)
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _sorting(
+    layout: Layout, size: int, context_rank: int, device: torch.device
+) -> tuple[tuple[int, ...], Tensor]:
+    """Tokens of each member of a group, and what sorts them; kept on the device, since a copy would wait for it."""
+    members = [layout.positions(context_rank * size + i) for i in range(size)]
+    return tuple(m.numel() for m in members), torch.cat(members).argsort().to(device)
 
 
 def _heads(tensor: Tensor, heads: list[int]) -> Tensor:

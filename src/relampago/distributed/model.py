@@ -17,7 +17,7 @@ from relampago.distributed.cost import Beat, Sizes, beats, local_heads
 from relampago.distributed.exchange import Scores
 from relampago.distributed.heads import Split
 from relampago.distributed.layouts import Layout
-from relampago.distributed.program import Course
+from relampago.distributed.program import Context, Course
 from relampago.distributed.sight import Sight
 from relampago.errors import InvalidInput
 
@@ -98,12 +98,14 @@ class Estimate(NamedTuple):
         )
 
 
-def candidates(mesh: tuple[int, ...], shape: Shape, sight: Sight) -> list[tuple[str, int, str]]:
+def candidates(
+    mesh: tuple[int, ...], shape: Shape, sight: Sight
+) -> list[tuple[str, int, Context]]:
     """(strategy, ranks that share heads, inside) for all that a mesh can run."""
-    inside = "halo" if sight.left is not None else "ring"
+    inside: Context = "halo" if sight.left is not None else "ring"
     if len(mesh) == 2:
         return [("usp", mesh[1], inside)] if shape.heads_q % mesh[1] == 0 else []
-    found = [("ring", 1, "ring"), ("allgather", 1, "allgather")]
+    found: list[tuple[str, int, Context]] = [("ring", 1, "ring"), ("allgather", 1, "allgather")]
     found += [("halo", 1, "halo")] if sight.left is not None else []
     return found + ([("ulysses", mesh[0], inside)] if shape.heads_q % mesh[0] == 0 else [])
 

@@ -8,7 +8,7 @@ skip tiles by), or else a table of one run per row. No strategy and no layout ap
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Piece:
         left: how many keys before its own position a row sees; None for all.
         causal: whether keys after its own position are hidden.
         table: (start, end), int32 (1 or B, rows): the run of keys each row sees; instead of the band.
+        there: the table as a mask, on the devices it has been used on.
     """
 
     rows: slice
@@ -39,12 +40,14 @@ class Piece:
     left: int | None = None
     causal: bool = False
     table: tuple[Tensor, Tensor] | None = None
+    there: dict[torch.device, Runs] = field(default_factory=dict)
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """What `partial` takes beside the tensors."""
         if self.table is not None:
-            start, end = (t.to(device, non_blocking=True) for t in self.table)
-            return {"offset": 0, "mask": Runs(start, end)}
+            if device not in self.there:  # once: a copy to a device waits for it
+                self.there[device] = Runs(self.table[0].to(device), self.table[1].to(device))
+            return {"offset": 0, "mask": self.there[device]}
         window = None if self.left is None else (self.left, None)
         return {"offset": self.offset, "causal": self.causal, "window": window}
 
