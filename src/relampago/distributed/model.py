@@ -98,16 +98,18 @@ class Estimate(NamedTuple):
         )
 
 
-def candidates(
-    mesh: tuple[int, ...], shape: Shape, sight: Sight
-) -> list[tuple[str, int, Context]]:
+def candidates(mesh: tuple[int, ...], shape: Shape, sight: Sight) -> list[tuple[str, int, Context]]:
     """(strategy, ranks that share heads, inside) for all that a mesh can run."""
     inside: Context = "halo" if sight.left is not None else "ring"
-    if len(mesh) == 2:
-        return [("usp", mesh[1], inside)] if shape.heads_q % mesh[1] == 0 else []
-    found: list[tuple[str, int, Context]] = [("ring", 1, "ring"), ("allgather", 1, "allgather")]
-    found += [("halo", 1, "halo")] if sight.left is not None else []
-    return found + ([("ulysses", mesh[0], inside)] if shape.heads_q % mesh[0] == 0 else [])
+    found: list[tuple[str, int, Context]] = []
+    if len(mesh) == 1:
+        found.append(("ring", 1, "ring"))
+        found.append(("allgather", 1, "allgather"))
+        if sight.left is not None:
+            found.append(("halo", 1, "halo"))
+    if shape.heads_q % mesh[-1] == 0:
+        found.append(("ulysses" if len(mesh) == 1 else "usp", mesh[-1], inside))
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,7 +119,7 @@ def rank_strategies(
     """All that the mesh can run, fastest first; what does not fit in memory comes last."""
     found = [
         estimate(name, Course(layout, inside, Split(shape.heads_q, shape.heads_kv, members), chunk, sight, Scores()),
-                 shape, machine)  # type: ignore[arg-type]
+                 shape, machine)
         for name, members, inside in candidates(mesh, shape, sight)
     ]  # fmt: skip
     if not found:
