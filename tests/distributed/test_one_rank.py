@@ -108,6 +108,7 @@ def test_decoding_over_virtual_ranks(size, interleave) -> None:
         for got, lse in world.run(programs):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    assert torch.is_grad_enabled()
     assert sum(int(share.cache.lengths[1]) for share in shares) == int(whole.lengths[1])
 
 

@@ -84,6 +84,13 @@ def test_more_ranks_than_tokens() -> None:
             near(oracle.run(call, qkv, {"causal": True}, torch.float64), want)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "halo"])
+def test_thirty_two_ranks(strategy) -> None:
+    qkv = tensors(batch=1)
+    call, _ = simulated(ContextParallelPlan(32, 101, strategy=strategy))
+    near(oracle.run(call, qkv, {"causal": True}, torch.float64), truth(qkv, {"causal": True}))
+
+
 def test_bf16_errors_do_not_grow_with_the_ring() -> None:
     """At most 1.25 times one device's, and the same for 2 and 32 ranks."""
     qkv = tensors(torch.bfloat16, length=256, dim=32, dim_v=32, batch=1)

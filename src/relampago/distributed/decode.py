@@ -160,16 +160,22 @@ def decode_program(
     prepare(q, cache.cache.k, cache.cache.v, options._replace(sinks=sinks), cache=cache.cache)
     if k_new is not None and v_new is not None:
         cache.append(k_new, v_new, counts)
-    with torch.no_grad():
-        out, lse = _local(q, cache, options, causal)
-        mine = torch.cat([out, lse.transpose(1, 2)[..., None]], -1)
-        (every,) = yield cache.link.all_gather(mine, "decode")
-        parts = [(part[..., :-1], part[..., -1].transpose(1, 2)) for part in every]
-        total = Output(q, out.shape[-1])
-        total.add(slice(0, q.shape[1]), *merge(*parts))
-        return total.finish(sinks, q.dtype)
+    out, lse = _local(q, cache, options, causal)
+    mine = torch.cat([out, lse.transpose(1, 2)[..., None]], -1)
+    (every,) = yield cache.link.all_gather(mine, "decode")
+    return _merged(q, every, sinks)
 
 
+@torch.no_grad()
+def _merged(q: Tensor, every: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of all ranks' shares, the whole; the sinks once."""
+    parts = [(part[..., :-1], part[..., -1].transpose(1, 2)) for part in every]
+    total = Output(q, every.shape[-1] - 1)
+    total.add(slice(0, q.shape[1]), *merge(*parts))
+    return total.finish(sinks, q.dtype)
+
+
+@torch.no_grad()
 def _local(
     q: Tensor, cache: ShardedKVCache, options: Options, causal: bool
 ) -> tuple[Tensor, Tensor]:

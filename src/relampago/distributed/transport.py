@@ -1,7 +1,8 @@
 """Moving tensors between ranks: the three calls that strategies need, and what they cost.
 
 A strategy is a generator: it posts a call, computes, and yields the call's `Pending` when it needs the result. So the
-same strategy runs over process groups here, and over virtual ranks in `simulator.py`.
+same strategy runs over process groups here, and over virtual ranks in `simulator.py`. Virtual ranks take turns in one
+thread, so a strategy must not yield inside of a context such as `torch.no_grad`.
 """
 
 from __future__ import annotations
