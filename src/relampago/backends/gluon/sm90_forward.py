@@ -142,7 +142,10 @@ def locate(tile, size, band, extra):
     b = which // size.heads
     head = which % size.heads
     if extra.cu_q is None:
-        len_q, len_k = gl.to_tensor(size.len_q), gl.to_tensor(size.len_k)  # a length of 1 comes as a constant
+        len_q, len_k = (
+            gl.to_tensor(size.len_q),
+            gl.to_tensor(size.len_k),
+        )  # a length of 1 comes as a constant
         return row_tile, head, Rows(b, b, len_q), Rows(b, b, len_k), band.offset
     else:
         first_q, len_q = span(extra.cu_q, b, size.len_q)
@@ -153,7 +156,7 @@ def locate(tile, size, band, extra):
 
 @gluon.jit
 def first_row(row_tile, size, BQ: gl.constexpr):
-    """Of a tile. A shifted first tile overlaps the second, whose rows it computes alike: TMA stores at no negative row."""
+    """Of a tile. The first one shares rows with the second if tiles are shifted: TMA stores at no negative row."""
     return max(row_tile * BQ - size.shift, 0)
 
 
