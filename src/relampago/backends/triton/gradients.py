@@ -307,9 +307,7 @@ def queries_step(
     """Algorithm 2, lines 11, 12 and 14 to 16, for keys k0.. against the program's rows."""
     keys = k0 + tl.arange(0, BK)[None, :]
     g = head // size.group
-    s = products(
-        q1, q2, k, kb1, kb2, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION
-    )
+    s = products(q1, q2, k, kb1, kb2, lay, sk, b, g, k0, k_limit, D, D1, D2, BK, MASKED, PRECISION)
     masked = scores(
         s, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED
     )  # line 11
