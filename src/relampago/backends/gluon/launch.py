@@ -60,7 +60,6 @@ class Extra(NamedTuple):
     cap: float | None  # what scores are multiplied by before tanh
     row_start: Tensor | None  # each row's run of keys, (B or 1, Lq)
     row_end: Tensor | None
-    table_stride: int | None  # from one sequence's to the next
 
 
 class Setting(NamedTuple):
@@ -81,10 +80,11 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         return _nothing(x)
     q, scale = positive(x.q, x.scale)
     q, k, v = addressable(q), addressable(x.k), addressable(x.v)
+    start, end, stride = tables_of(x)
     setting = setting_of(
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, plan, x.batch,
         x.len_q, x.len_k, x.mods,
-        Kind(Sides(*x.band[:4]), x.cu_q is not None, x.band.row_start is not None, multiprocessors),
+        Kind(Sides(*x.band[:4]), x.cu_q is not None, stride, multiprocessors),
     )  # fmt: skip
     # rows of no sequence stay as they are: 0 and -inf; a copy of v may be wider than v
     make, value = (torch.empty, None) if x.cu_q is None else (torch.zeros, float("-inf"))
@@ -92,14 +92,10 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     lse = _lse(x, value)
     size, cap = setting.size, setting.cap
     is_split = size.splits > 1
-    part, found = None, lse
-    if is_split:
-        part = torch.empty(
-            size.splits * size.rows * size.dim_v, dtype=torch.float32, device=q.device
-        )
-        found = torch.empty(size.splits * size.rows, dtype=torch.float32, device=q.device)
-        if value is not None:
-            found.fill_(math.inf)  # no sequence, see `combine`
+    part, found = parts_of(size, x) if is_split else (None, lse)
+    extra = Extra(
+        x.cu_q, x.cu_k, None if is_split else x.sinks, None if cap is None else scale / cap, start, end
+    )  # fmt: skip
     views = [
         None if box is None else descriptor(t, box)
         for t, box in zip((q, q, k, k, v, v, out, out), setting.boxes, strict=True)
@@ -107,8 +103,7 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     launch(
         attend, setting.grid, plan, *views, part, found,
         counter(q.device) if setting.schedule == schedule.DYNAMIC else lse,
-        (scale if cap is None else cap) * LOG2E, size, setting.sides,
-        _extra(x, None if is_split else x.sinks, None if cap is None else scale / cap), *setting.constants,
+        (scale if cap is None else cap) * LOG2E, *size, *setting.sides, extra, *setting.constants,
     )  # fmt: skip
     if is_split:
         launch(
@@ -119,13 +114,21 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     return out if out.shape[-1] == dim_v else out[..., :dim_v].contiguous(), lse
 
 
-def _extra(x: Arrays, sinks: Tensor | None, cap: float | None) -> Extra:
+def tables_of(x: Arrays) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """Each row's run of keys, and the step from one sequence's to the next's; None where there are none."""
     start, end = x.band.row_start, x.band.row_end
     if start is None or end is None:
-        return Extra(x.cu_q, x.cu_k, sinks, cap, None, None, None)
-    start, end = start.contiguous(), end.contiguous()
-    stride = start.shape[1] if start.shape[0] > 1 else 0
-    return Extra(x.cu_q, x.cu_k, sinks, cap, start, end, stride)
+        return None, None, None
+    return start.contiguous(), end.contiguous(), start.shape[1] if start.shape[0] > 1 else 0
+
+
+def parts_of(size: Size, x: Arrays) -> tuple[Tensor, Tensor]:
+    """Room for what the splits find: out (splits, rows, dim_v) and LSE (splits, rows), fp32."""
+    made = {"dtype": torch.float32, "device": x.q.device}
+    lse = torch.empty(size.splits * size.rows, **made)
+    if x.cu_q is not None:
+        lse.fill_(math.inf)  # no sequence, see `combine`
+    return torch.empty(size.splits * size.rows * size.dim_v, **made), lse
 
 
 @functools.lru_cache(maxsize=4096)

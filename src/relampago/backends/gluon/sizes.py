@@ -32,6 +32,7 @@ class Size(NamedTuple):
     splits: int
     rows: int  # of LSE, all together
     dim_v: int
+    table_stride: int  # from one sequence's row tables to the next's
 
 
 class Sides(NamedTuple):
@@ -56,8 +57,13 @@ class Kind(NamedTuple):
 
     sides: Sides
     packed: bool
-    tables: bool
+    table_stride: int | None  # of row tables, 0 if all sequences share one; None if there are none
     multiprocessors: int
+
+    @property
+    def tables(self) -> bool:
+        """Whether rows have runs of keys of their own."""
+        return self.table_stride is not None
 
 
 def pack_of(len_q: int, group: int, block_q: int) -> int:
@@ -110,7 +116,7 @@ def size_of(
     rows = heads * (shape_q[0] if kind.packed else batch * len_q)
     return Size(
         shape_q[-3], shape_k[-3], heads, group, tiles, places, section, tiles * places * splits,
-        shift, splits, rows, dim_v,
+        shift, splits, rows, dim_v, kind.table_stride or 0,
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ softmax of Sⱼ under the second product. Keys are visited from the last block t
 The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights,
 s scores. Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, D/E head dims of
 keys and values, padded by TMA's zero fill to a power of two or to two of them (D + D2, E + E2), PACK heads in a
-tile's rows. `size`, `band` and `extra` are the NamedTuples of `launch.py`; a field that is None compiles to nothing.
+tile's rows. `size` and `band` are `sizes.Size` and `sizes.Sides`, `extra` is `launch.Extra`; what is None compiles to
+nothing.
 """
 
 from triton.experimental import gluon
@@ -32,6 +33,7 @@ from relampago.backends.gluon.channel import (
     tiles_of,
 )
 from relampago.backends.gluon.producer import produce
+from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.softmax import (
     Seen,
     capped,
@@ -168,7 +170,7 @@ def step(
 
 
 @gluon.jit
-def sight(row0, tile, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
+def sight(row0, tile, size, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
     """What 64 rows see, and the keys [start, end) that all of them do: no mask is needed there."""
     rows = row0 + gl.arange(0, ROWS, layout=R_L) // PACK
     len_k = tile.k.length
@@ -177,7 +179,7 @@ def sight(row0, tile, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
     )
     if extra.row_start is not None:
         inside = (rows >= 0) & (rows < tile.q.length)
-        at = table_at(extra, tile.q.b) + rows
+        at = table_at(size, tile.q.b) + rows
         row_start = gl.load(extra.row_start + at, mask=inside, other=0)
         row_end = gl.load(extra.row_end + at, mask=inside, other=0)
         start = max(start, gl.max(row_start, axis=0))
@@ -269,7 +271,7 @@ def consume(
         else:
             tile = locate(number, size, band, extra, WGS, BK, PACK, SPLIT)
         row0 = tile.row_tile * (WGS * PART) - size.shift + WG * PART
-        seen, start, end = sight(row0, tile, band, extra, PACK, R_L)
+        seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
         k0 = (tile.first + tile.count - 1) * BK
         acc1 = gl.zeros([ROWS, E], gl.float32, O1)
         q1 = receive(queries, WG, turn & 1, ROWS, D)
@@ -340,9 +342,11 @@ def consume(
 # ---------------------------------------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=["factor", "size", "band", "extra"])
+@gluon.jit(do_not_specialize=["factor", *Size._fields, *Sides._fields])
 def attend(
-    q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, o_desc, o_rest, part, lse, counter, factor, size, band, extra,
+    q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, o_desc, o_rest, part, lse, counter, factor,
+    len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride,
+    offset, left, right, prefix, extra,
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr,
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
@@ -353,21 +357,26 @@ def attend(
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
     key. SHARE: O's tile lies where Q's was. The default partition takes the registers that the others leave.
+    Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride
+    )  # fmt: skip
+    band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, WGS, 1, q_rest)
     keys = channel(k_desc, STAGES, WGS, k_rest)
     values = channel(v_desc, STAGES, WGS, v_rest)
     results = queries
     if not SHARE and not SPLIT:
-        tiles = tiles_of(o_desc, WGS)
-        more = tiles
+        room = tiles_of(o_desc, WGS)
+        more = room
         if E2 > 0:
             more = tiles_of(o_rest, WGS)
-        results = Channel(tiles, queries.full, queries.empty, more)
-    places = gl.allocate_shared_memory(
+        results = Channel(room, queries.full, queries.empty, more)
+    words = gl.allocate_shared_memory(
         gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    slots = Channel(places, barriers(SLOTS, 1), barriers(SLOTS, WGS))
+    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, WGS))
     fence_async_shared()
     if WGS == 3:
         gl.warp_specialize([

@@ -104,9 +104,7 @@ def receive_tile(
     slot = turn % SLOTS
     head = get(slots, slot * WORDS + 1)
     b = get(slots, slot * WORDS + 2)
-    none = b * 0
-    first_q, len_q, first_k, len_k = b, size.len_q + none, b, size.len_k + none
-    offset = band.offset + none
+    first_q, len_q, first_k, len_k, offset = b, size.len_q, b, size.len_k, band.offset
     if PACKED:
         first_q = get(slots, slot * WORDS + 3)
         len_q = get(slots, slot * WORDS + 4)
@@ -174,14 +172,23 @@ def visited(row, len_q, len_k, offset, band, BQ: gl.constexpr, BK: gl.constexpr)
 
 
 @gluon.jit
-def table_at(extra, b):
+def table_at(size, b):
     """Where a sequence begins in the row tables."""
-    return gl.cast(b, gl.int64) * extra.table_stride
+    return gl.cast(b, gl.int64) * size.table_stride
 
 
 @gluon.jit
 def listed(
-    row, q_at, k_at, offset, band, extra, WGS: gl.constexpr, PART: gl.constexpr, BK: gl.constexpr
+    row,
+    q_at,
+    k_at,
+    offset,
+    size,
+    band,
+    extra,
+    WGS: gl.constexpr,
+    PART: gl.constexpr,
+    BK: gl.constexpr,
 ):
     """Producer: `visited`, where the rows have tables of their own: from the least start to the greatest end."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -192,7 +199,7 @@ def listed(
     for w in gl.static_range(WGS):
         rows = row + w * PART + gl.arange(0, PART, layout=one)
         inside = (rows >= 0) & (rows < q_at.length)
-        at = table_at(extra, q_at.b) + rows
+        at = table_at(size, q_at.b) + rows
         starts = gl.load(extra.row_start + at, mask=inside, other=0)
         ends = gl.load(extra.row_end + at, mask=inside, other=0)
         low = min(low, gl.min(gl.where(starts < ends, starts, BIG), axis=0))
@@ -215,9 +222,7 @@ def locate(
     b = which // heads
     head = which % heads * PACK
     PART: gl.constexpr = ROWS // PACK
-    none = b * 0  # a 1 in `size` is compiled in as a number: what is kept must be a tensor
-    q_at, k_at = Rows(b, b, size.len_q + none), Rows(b, b, size.len_k + none)
-    offset = band.offset + none
+    q_at, k_at, offset = Rows(b, b, size.len_q), Rows(b, b, size.len_k), band.offset
     if extra.cu_q is not None:
         first_q, len_q = span(extra.cu_q, b, size.len_q)
         first_k, len_k = span(extra.cu_k, b, size.len_k)
@@ -225,7 +230,7 @@ def locate(
         offset += len_k - len_q
     row = row_tile * (WGS * PART) - size.shift
     if extra.row_start is not None:
-        first, count = listed(row, q_at, k_at, offset, band, extra, WGS, PART, BK)
+        first, count = listed(row, q_at, k_at, offset, size, band, extra, WGS, PART, BK)
     else:
         first, count = visited(row, q_at.length, k_at.length, offset, band, WGS * PART, BK)
     if SPLIT:
