@@ -9,6 +9,7 @@ from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
     draw,
+    first_row,
     locate,
     send_end,
     send_tile,
@@ -27,7 +28,7 @@ def send_rows(
     """All loads of a tile, and which is the next."""
     PART: gl.constexpr = ROWS // PACK
     g = tile.head // size.group
-    row = tile.row_tile * (WGS * PART) - size.shift
+    row = first_row(tile.row_tile, size, WGS * PART)
     k0 = (tile.first + tile.count - 1) * BK
     if SCHEDULE == DYNAMIC:
         send_tile(slots, turn, tile, PACKED, LISTED)

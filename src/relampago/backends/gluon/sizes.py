@@ -28,7 +28,7 @@ class Size(NamedTuple):
     places: int  # sequences times heads, or times packs of heads
     section: int  # of these, those in flight together
     count: int  # tiles in all
-    shift: int  # queries by which the first tile begins before the first one
+    shift: int  # queries that the first two tiles share, so that the last one is full
     splits: int
     rows: int  # of LSE, all together
     dim_v: int
@@ -107,7 +107,7 @@ def size_of(
     together = 1
     if kind.packed or kind.tables or sides.left is not None or sides.right is not None:
         together = max(1, L2_BYTES // max(1, len_k * width * 2))
-    # under causal a tile that is not full had better be the first one, which sees few keys; TMA clips on both sides
+    # under causal a tile that is not full had better be the first one, which sees few keys
     shift = tiles * part - len_q if sides.right is not None and not kind.packed else 0
     splits = splits_for(
         tiles * places, most_blocks(len_q, len_k, kind, part, plan.block_k), kind.multiprocessors
@@ -140,9 +140,10 @@ def masks_of(len_q: int, len_k: int, kind: Kind, plan: Plan, pack: int, split: b
         )
     if left is None and right is None:
         return Masks(ends, False, ends)
-    # the last row of a tile is the last that sees a block: tiles end where the queries do, see Size.shift
     part = plan.block_q // pack
-    diagonal = (len_q + offset + (right or 0)) % part == 0 and plan.block_k % part == 0
+    # the last row of a tile is the last that sees a block
+    ends_there = len_q % part == 0 and (offset + (right or 0)) % part == 0
+    diagonal = ends_there and plan.block_k % part == 0
     simple = diagonal and not kind.packed and left is None and prefix is None
     return Masks(True, not simple, ends)
 

@@ -50,6 +50,7 @@ from relampago.backends.gluon.tiles import (
     ROWS,
     SLOTS,
     WORDS,
+    first_row,
     locate,
     receive_tile,
     table_at,
@@ -178,7 +179,7 @@ def sight(row0, tile, size, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
         row0, row0 + (ROWS // PACK - 1), len_k, tile.offset, band.left, band.right, band.prefix
     )
     if extra.row_start is not None:
-        inside = (rows >= 0) & (rows < tile.q.length)
+        inside = rows < tile.q.length
         at = table_at(size, tile.q.b) + rows
         row_start = gl.load(extra.row_start + at, mask=inside, other=0)
         row_end = gl.load(extra.row_end + at, mask=inside, other=0)
@@ -270,7 +271,7 @@ def consume(
             )
         else:
             tile = locate(number, size, band, extra, WGS, BK, PACK, SPLIT)
-        row0 = tile.row_tile * (WGS * PART) - size.shift + WG * PART
+        row0 = first_row(tile.row_tile, size, WGS * PART) + WG * PART
         seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
         k0 = (tile.first + tile.count - 1) * BK
         acc1 = gl.zeros([ROWS, E], gl.float32, O1)
@@ -318,7 +319,7 @@ def consume(
         stage_v, phase_v = advance(stage_v, phase_v, STAGES)
 
         acc1, acc2 = scaled(acc1, acc2, inverse, E2)
-        inside = (seen.rows >= 0) & (seen.rows < tile.q.length)
+        inside = seen.rows < tile.q.length
         at = place_of(size, tile, heads, seen.rows, SPLIT, PACKED)
         if SPLIT:
             store_part(part, acc1, at, inside, size, 0)

@@ -118,7 +118,7 @@ def receive_tile(
         count = get(slots, slot * WORDS + 9)
     mbarrier.arrive(slots.empty.index(slot), count=1)
     if not LISTED:
-        first, count = visited(row_tile * BQ - size.shift, len_q, len_k, offset, band, BQ, BK)
+        first, count = visited(first_row(row_tile, size, BQ), len_q, len_k, offset, band, BQ, BK)
     return Tile(
         row_tile,
         head,
@@ -164,6 +164,12 @@ def span(cu, b, total):
 
 
 @gluon.jit
+def first_row(row_tile, size, PART: gl.constexpr):
+    """Of a tile of PART queries. A shifted first tile overlaps the second: TMA stores at no negative row."""
+    return max(row_tile * PART - size.shift, 0)
+
+
+@gluon.jit
 def visited(row, len_q, len_k, offset, band, BQ: gl.constexpr, BK: gl.constexpr):
     """(first block, number of blocks) of the keys that BQ queries from a row on visit."""
     last_row = min(row + BQ, len_q) - 1
@@ -198,7 +204,7 @@ def listed(
     high = row * 0
     for w in gl.static_range(WGS):
         rows = row + w * PART + gl.arange(0, PART, layout=one)
-        inside = (rows >= 0) & (rows < q_at.length)
+        inside = rows < q_at.length
         at = table_at(size, q_at.b) + rows
         starts = gl.load(extra.row_start + at, mask=inside, other=0)
         ends = gl.load(extra.row_end + at, mask=inside, other=0)
@@ -228,7 +234,7 @@ def locate(
         first_k, len_k = span(extra.cu_k, b, size.len_k)
         q_at, k_at = Rows(b, first_q, len_q), Rows(b, first_k, len_k)
         offset += len_k - len_q
-    row = row_tile * (WGS * PART) - size.shift
+    row = first_row(row_tile, size, WGS * PART)
     if extra.row_start is not None:
         first, count = listed(row, q_at, k_at, offset, size, band, extra, WGS, PART, BK)
     else:
