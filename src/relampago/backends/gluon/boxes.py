@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ class Box(NamedTuple):
 def addressable(t: Tensor) -> Tensor:
     """The tensor, or a copy that TMA can address: 16-byte steps, a 16-byte address, the last dimension contiguous."""
     step = STEP // t.element_size()
-    if t.data_ptr() % STEP == 0 and _steps_fit(t.shape, t.stride(), step):
+    if t.data_ptr() % STEP == 0 and steps_fit(t.shape, t.stride(), step):
         return t
     dim = t.shape[-1]
     copy = t.new_zeros((*t.shape[:-1], -(-dim // step) * step))
@@ -37,8 +36,8 @@ def addressable(t: Tensor) -> Tensor:
     return copy
 
 
-@functools.lru_cache(maxsize=4096)
-def _steps_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
+def steps_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
+    """Whether TMA can step through a tensor."""
     *outer, (dim, inner) = zip(shape, strides, strict=True)
     return (inner == 1 or dim == 1) and all(s > 0 and s % step == 0 for n, s in outer if n > 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from relampago.backends.gluon.boxes import (
     descriptor,
     packed_box,
     padded,
+    steps_fit,
 )
 from relampago.backends.gluon.combine import LINES, combine
 from relampago.backends.gluon.counter import _COUNTERS, counter
@@ -43,6 +45,7 @@ from relampago.problem import Arrays
 
 LOG2E = 1.4426950408889634
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a thread: consumers' and producer's
+NONE_GIVEN = (None,) * 5  # cu_seqlens, sinks, tables
 COMBINING = Plan(block_q=1, block_k=1, warps=4)
 
 __all__ = [
@@ -72,6 +75,8 @@ class Setting(NamedTuple):
     sides: Sides
     cap: float | None
     constants: tuple[Any, ...]
+    shape_out: tuple[int, ...]
+    compiled: dict[Any, Any]  # what Triton made of it, see `start_again`
 
 
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
@@ -79,28 +84,29 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     if 0 in (*x.q.shape[:-1], x.len_q, x.batch, x.k.shape[-3]):
         return _nothing(x)
     q, scale = positive(x.q, x.scale)
-    q, k, v = addressable(q), addressable(x.k), addressable(x.v)
+    k, v = x.k, x.v
     start, end, stride = tables_of(x)
     setting = setting_of(
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, plan, x.batch,
-        x.len_q, x.len_k, x.mods,
-        Kind(Sides(*x.band[:4]), x.cu_q is not None, stride, multiprocessors),
+        x.len_q, x.len_k, x.mods, x.band[:4], x.cu_q is not None, stride, multiprocessors,
     )  # fmt: skip
-    # rows of no sequence stay as they are: 0 and -inf; a copy of v may be wider than v
-    make, value = (torch.empty, None) if x.cu_q is None else (torch.zeros, float("-inf"))
-    out = make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = _lse(x, value)
+    if setting is None or q.data_ptr() % STEP or k.data_ptr() % STEP or v.data_ptr() % STEP:
+        return _forward_of_copies(plan, replace(x, q=q, scale=scale), multiprocessors)
+    # rows of no sequence stay as they are: 0 and -inf
+    made = {"dtype": q.dtype, "device": q.device}
+    out = (torch.empty if x.cu_q is None else torch.zeros)(setting.shape_out, **made)
+    lse = _lse(x, None if x.cu_q is None else float("-inf"))
     size, cap = setting.size, setting.cap
     is_split = size.splits > 1
     part, found = parts_of(size, x) if is_split else (None, lse)
-    extra = Extra(
-        x.cu_q, x.cu_k, None if is_split else x.sinks, None if cap is None else scale / cap, start, end
-    )  # fmt: skip
+    sinks = None if is_split else x.sinks
+    extra = Extra(x.cu_q, x.cu_k, sinks, None if cap is None else scale / cap, start, end)
     views = [
         None if box is None else descriptor(t, box)
         for t, box in zip((q, q, k, k, v, v, out, out), setting.boxes, strict=True)
     ]
-    launch(
+    start_again(
+        setting.compiled, kind_of(q.device, x.cu_q, x.cu_k, sinks, start, end),
         attend, setting.grid, plan, *views, part, found,
         counter(q.device) if setting.schedule == schedule.DYNAMIC else lse,
         (scale if cap is None else cap) * LOG2E, *size, *setting.sides, extra, *setting.constants,
@@ -110,8 +116,15 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
             combine, -(-size.rows // LINES), COMBINING, part, found, out, lse, x.sinks, size.splits, size.rows,
             size.heads, x.len_q if x.cu_q is None else size.len_q, size.dim_v, padded(size.dim_v),
         )  # fmt: skip
+    return out, lse
+
+
+def _forward_of_copies(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
+    """Where TMA cannot address the tensors; a copy of v may be wider than v."""
     dim_v = x.v.shape[-1]
-    return out if out.shape[-1] == dim_v else out[..., :dim_v].contiguous(), lse
+    x = replace(x, q=addressable(x.q), k=addressable(x.k), v=addressable(x.v))
+    out, lse = forward(plan, x, multiprocessors)
+    return out[..., :dim_v].contiguous(), lse
 
 
 def tables_of(x: Arrays) -> tuple[Tensor | None, Tensor | None, int | None]:
@@ -136,9 +149,14 @@ def setting_of(
     shape_q: tuple[int, ...], strides_q: tuple[int, ...], shape_k: tuple[int, ...],
     strides_k: tuple[int, ...], shape_v: tuple[int, ...], strides_v: tuple[int, ...],
     dtype: torch.dtype, plan: Plan, batch: int, len_q: int, len_k: int, mods: tuple[str, ...],
-    kind: Kind,
-) -> Setting:  # fmt: skip
-    """The launch for these shapes; a warm call finds it here."""
+    band: tuple[Any, ...], packed: bool, table_stride: int | None, multiprocessors: int,
+) -> Setting | None:  # fmt: skip
+    """The launch for these shapes, which a warm call finds here; None where TMA cannot step through them."""
+    step = STEP // dtype.itemsize
+    given = ((shape_q, strides_q), (shape_k, strides_k), (shape_v, strides_v))
+    if not all(steps_fit(*tensor, step) for tensor in given):
+        return None
+    kind = Kind(Sides(*band), packed, table_stride, multiprocessors)
     (d, d2), (e, e2) = parts = cut(shape_q[-1]), cut(shape_v[-1])
     pack = pack_of(len_q, shape_q[-2] // shape_k[-2], plan.block_q)
     size = size_of(shape_q, shape_k, shape_v[-1], batch, len_q, len_k, kind, plan, pack)
@@ -164,7 +182,7 @@ def setting_of(
         not is_split and shares(plan, *parts), is_split, *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
-    return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants)
+    return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out, {})
 
 
 def _lse(x: Arrays, value: float | None) -> Tensor:
@@ -186,9 +204,28 @@ def softcap_of(mods: tuple[str, ...]) -> float | None:
     return float(rule_of(mods[0]).slots[0]) if mods else None
 
 
-def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
-    """Start a kernel on the current device. Tests put a compiler in its place."""
-    kernel.run(*args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps)
+def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> Any:
+    """Start a kernel on the current device; what Triton compiled. Tests put a compiler in its place."""
+    return kernel.run(*args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps)
+
+
+def start_again(
+    compiled: dict[Any, Any], kind: Any, kernel: Any, grid: int, plan: Plan, *args: Any
+) -> None:
+    """`launch`, but what was compiled for a kind of arguments starts without a second look at each of them."""
+    found = compiled.get(kind)
+    if found is None:
+        compiled[kind] = launch(kernel, grid, plan, *args)
+    else:
+        found[(grid, 1, 1)](*args)
+
+
+def kind_of(device: torch.device, *given: Tensor | None) -> tuple[Any, ...]:
+    """What Triton compiles for apart, of tensors that may be there: dtype, and an address of 16-byte steps."""
+    if given == NONE_GIVEN:
+        return (device.index,)
+    kinds = (None if t is None else (t.dtype, t.data_ptr() % STEP == 0) for t in given)
+    return (device.index, *kinds)
 
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
