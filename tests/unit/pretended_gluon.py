@@ -132,7 +132,7 @@ def _operator(name: str) -> Any:
     return apply
 
 
-ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv lt le gt ge and or"
+ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv mod lt le gt ge and or ne"
 for _name in ARITHMETIC.split():
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -206,6 +206,9 @@ class Pending:
     def finish(self) -> None:
         if self.value is None:
             a, b, acc, use_acc = self.operands
+            if isinstance(acc, Pending):
+                acc.finish()
+                acc = acc.value
             with np.errstate(all="ignore"):
                 product = raw(a if isinstance(a, Tensor) else Tensor(a.a)) @ b.a
             self.value = Tensor(product + acc.a if use_acc else product)
@@ -216,6 +219,7 @@ class Pointer:
 
     def __init__(self, a: np.ndarray, at: Any = 0) -> None:
         self.a, self.at = a, at
+        self.dtype = types.SimpleNamespace(element_ty="dt")
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.a, self.at + raw(other))
@@ -285,6 +289,7 @@ def make_language() -> types.ModuleType:
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
     gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
     gl.max = lambda x, axis: _scalar(np.fmax.reduce(x.a, axis=axis))
+    gl.min = lambda x, axis: _scalar(np.fmin.reduce(x.a, axis=axis))
     gl.sum = lambda x, axis: Tensor(x.a.sum(axis))
     gl.log2 = lambda x: Tensor(_quiet(np.log2, x.a))
     gl.allocate_shared_memory = _allocate
@@ -329,7 +334,13 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return args[0]
 
 
-def _load(pointer: Pointer) -> Any:
+def _load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
+    if np.ndim(pointer.at):
+        keep = np.broadcast_to(raw(mask), pointer.at.shape)
+        assert other is not None or keep.all()
+        found = np.full(pointer.at.shape, 0 if other is None else other, dtype=np.float64)
+        found[keep] = pointer.a[pointer.at[keep]]
+        return Tensor(found if pointer.a.dtype.kind == "f" else found.astype(np.int64))
     value = pointer.a[pointer.at]
     return np.float64(value) if value.dtype.kind == "f" else int(value)
 
@@ -380,8 +391,8 @@ def make_hopper() -> types.ModuleType:
         M.scheduler.pause()
         while len(M.here.products) > num_outstanding:
             M.here.products.pop(0).finish()
-        assert deps[0].value is not None
-        return deps[0].value
+        assert all(d.value is not None for d in deps)
+        return deps[0].value if len(deps) == 1 else tuple(d.value for d in deps)
 
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = mma, mma_wait
 
@@ -463,16 +474,27 @@ def run(launcher: Any, x: Arrays, plan: Plan, seed: int, multiprocessors: int = 
     M.scheduler = Scheduler(seed)
 
     def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
+        bf16: list[tuple[Any, torch.Tensor]] = []  # which numpy does not know
+
         def as_pointer(t: Any) -> Any:
             if isinstance(t, tuple):
                 return type(t)(*map(as_pointer, t))
-            return Pointer(t.view(-1).numpy()) if isinstance(t, torch.Tensor) else t
+            if not isinstance(t, torch.Tensor):
+                return t
+            if t.dtype == torch.bfloat16:
+                bf16.append((t.view(-1).float().numpy(), t))
+                return Pointer(bf16[-1][0])
+            return Pointer(t.view(-1).numpy())
 
         M.here.threads, M.here.named_all, M.here.programs = [], [], grid
+        pointers = [as_pointer(arg) for arg in args]
         for program in range(grid):
             M.here.program = program
-            kernel(*map(as_pointer, args))
-        M.scheduler.run(M.here.threads)
+            kernel(*pointers)
+        if M.here.threads:
+            M.scheduler.run(M.here.threads)
+        for found, t in bf16:
+            t.view(-1).copy_(torch.from_numpy(found))
         left = [b.arrived for named in M.here.named_all for b in named.values()]
         assert not any(left), "a named barrier is left half full"
 
