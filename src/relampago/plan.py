@@ -32,6 +32,7 @@ class Plan:
         schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
+        rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
     block_q: int
@@ -44,6 +45,7 @@ class Plan:
     schedule: int = 0
     pingpong: int = 0
     pin: int = 0
+    rotate: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
