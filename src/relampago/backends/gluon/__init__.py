@@ -44,8 +44,6 @@ class GluonSm90:
             return f"runs on cuda tensors, got {p.device.kind}"
         if p.device.arch != "sm90":
             return f"needs sm90, got {p.device.arch}"
-        if p.direction != "forward":
-            return "does the forward only"
         if p.dtype not in ("bf16", "fp16"):
             return f"knows bf16 and fp16, got {p.dtype}"
         if max(p.dim, p.dim_v) > 256:
@@ -58,7 +56,7 @@ class GluonSm90:
         )
 
     def plan(self, p: Problem) -> Plan:
-        return first_match((p.device.arch, "sm90"), "gluon_sm90.forward", p)
+        return first_match((p.device.arch, "sm90"), f"gluon_sm90.{p.direction}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         from relampago.backends.gluon.launch import forward
@@ -76,7 +74,11 @@ class GluonSm90:
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Grads:
-        raise NotImplementedError("gluon_sm90 does the forward only")
+        from relampago.backends.gluon.backward_launch import backward
+
+        by_query = first_match((p.device.arch, "sm90"), "gluon_sm90.backward_dq", p)
+        with _on(x.q.device):
+            return backward(plan, by_query, x, saved, dout, dlse, wanted, p.deterministic)
 
     def _refuse_parts(self, p: Problem) -> str | None:
         """What it knows in part only."""

@@ -9,6 +9,7 @@ STATIC = 1  # persistent blocks, tiles by a fixed rule
 DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
 SLOTS = 2  # tiles that the producer may have announced before the consumers take them up
 WORDS = 8  # numbers that tell the consumers of a tile
+UNIT = 128  # what the backward pads a head's rows to, where it copies numbers of rows in blocks
 FAR = 1 << 30  # rows that TMA believes a packed sequence to end at; see `packed_rows`
 
 
