@@ -19,7 +19,7 @@ from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted
 
 MODULES = (
-    "versions", "channel", "sm90_forward", "launch", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins",
+    "versions", "channel", "sm90_forward", "launch", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins", "sm90_turns",
     "sm90_queries", "backward_launch",
 )  # fmt: skip
 
@@ -54,7 +54,8 @@ KEYS = {
     )
 }  # fmt: skip
 TWINS = {f"twins-{ahead}": plan(64, 64, ahead=ahead) for ahead in (0, 1)}
-PLANS = {**KEYS, **TWINS}
+TURNS = {"turns-3": plan(64, 192, fused=1), "turns-2": plan(64, 128, fused=1, pin=1)}
+PLANS = {**KEYS, **TWINS, **TURNS}
 QUERIES = plan(128, 64)
 CASES = {
     "full": {"lq": 320, "lk": 320, "b": 2, "d": 16},

@@ -32,8 +32,9 @@ blocks = gluon.jit(schedule.blocks)
 @gluon.jit
 def sequence(b, size, band, extra):
     """(rows of queries, keys, offset) of a sequence."""
-    if extra.cu_q is None:
-        return Rows(b, b, size.len_q), Rows(b, b, size.len_k), band.offset
+    if extra.cu_q is None:  # a length of 1 would be a constant
+        q_at = Rows(b, b, gl.to_tensor(size.len_q))
+        return q_at, Rows(b, b, gl.to_tensor(size.len_k)), band.offset
     else:
         first_q, len_q = span(extra.cu_q, b, size.len_q)
         first_k, len_k = span(extra.cu_k, b, size.len_k)

@@ -75,23 +75,18 @@ def prepare(
 
 @gluon.jit(do_not_specialize=["scale", "size", "band", "extra"])
 def convert(
-    sums, dq, stride, scale, size, band, extra, R: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr
+    sums, dq, stride, scale, size, band, extra, R: gl.constexpr, D: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """dQ of R rows from the sums, which lie `as_held` by two warpgroups, one after the other.
-
-    HALVES: 1 if the two halves are columns of the same 64 rows, 0 if they are 64 rows each.
-    """
+    """dQ of R rows from the sums, which lie `as_held` in parts of [64, W], those of the same rows first."""
     PACKED: gl.constexpr = extra.cu_q is not None
     at, head, row = rows_here(size, band, extra, R)
-    W: gl.constexpr = D // 2 if HALVES else D
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if row < at.length:
-        base = gl.cast(row_base(at, head, size, PACKED) + row, gl.int64) * D
-        for w in gl.static_range(2):
-            x = gl.load(sums + base + w * 64 * W + gl.arange(0, 64 * W, layout=flat))
+        base = sums + gl.cast(row_base(at, head, size, PACKED) + row, gl.int64) * D
+        for part in gl.static_range(R // 64 * (D // W)):
+            x = gl.load(base + part * 64 * W + gl.arange(0, 64 * W, layout=flat))
             x = gl.convert_layout(as_tile(x, W), spread(W)) * scale
-            if HALVES:
-                to, inside = lines(dq + w * W, stride, at, head, row, size.dim - w * W, 64, W, PACKED)
-            else:
-                to, inside = lines(dq, stride, at, head, row + w * 64, size.dim, 64, W, PACKED)
+            col = part % (D // W) * W
+            first = row + part // (D // W) * 64
+            to, inside = lines(dq + col, stride, at, head, first, size.dim - col, 64, W, PACKED)
             gl.store(to, x.to(dq.dtype.element_ty), mask=inside)
