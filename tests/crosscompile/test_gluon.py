@@ -171,6 +171,14 @@ def test_rows_compile(monkeypatch, row, mask) -> None:
     check(build(monkeypatch, row.plan, arrays(row, mask)), row.plan)
 
 
+@pytest.mark.parametrize(("len_q", "len_k"), [(1, 1), (1, 500), (500, 1)])
+def test_lengths_of_one(monkeypatch, len_q, len_k) -> None:
+    """Triton takes a 1 for a constant."""
+    monkeypatch.setitem(MASKS, "ones", (len_q, len_k, Band(len_k - len_q, None, 0)))
+    built = build(monkeypatch, TABLE[1].plan, arrays(TABLE[1], "ones"))
+    assert "C75" not in assembler_says(built)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_other_forms(monkeypatch, row) -> None:
     mask = next(name for name in ("causal", "full") if reaches(row, name))

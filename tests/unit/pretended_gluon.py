@@ -289,6 +289,7 @@ def make_language() -> types.ModuleType:
     gl.num_programs = lambda axis: M.here.programs
     gl.cast = lambda x, dtype: x
     gl.zeros = lambda shape, dtype, layout: Tensor(np.zeros(shape))
+    gl.to_tensor = lambda x: x
     gl.full = lambda shape, value, dtype, layout: Tensor(np.full(shape, value))
     gl.arange = lambda start, end, layout: Tensor(np.arange(start, end))
     gl.expand_dims = lambda x, axis: Tensor(np.expand_dims(x.a, axis))
@@ -442,6 +443,8 @@ def make_hopper() -> types.ModuleType:
         M.scheduler.engine.append(copy)
 
     def store(desc: Descriptor, at: list[int], tile: Memory) -> None:
+        assert min(at) >= 0, f"illegal instruction: TMA stores to no negative coordinate, got {at}"
+
         def copy() -> None:
             place, inside = desc.places(at)
             desc.flat[place] = torch.from_numpy(tile.a[inside]).to(desc.flat.dtype)

@@ -37,7 +37,7 @@ class Size(NamedTuple):
     places: int  # sequences times heads
     section: int  # of these, those in flight together
     count: int  # tiles in all
-    shift: int  # rows by which the first tile begins before the first row
+    shift: int  # rows that the first two tiles share, so that the last one is full
 
 
 class Sides(NamedTuple):
@@ -167,7 +167,7 @@ def size_of(
     if packed or sides.left is not None or sides.right is not None:
         together = max(1, L2_BYTES // max(1, len_k * width * 2))
     section = min(together * group, places)
-    # under causal a tile that is not full had better be the first one, which sees few keys; TMA clips on both sides
+    # under causal a tile that is not full had better be the first one, which sees few keys
     shift = tiles * plan.block_q - len_q if sides.right is not None and not packed else 0
     return Size(
         shape_q[-3], shape_k[-3], heads, group, tiles, places, section, tiles * places, shift
@@ -254,9 +254,9 @@ def masks_of(sides: Sides, len_q: int, len_k: int, packed: bool, plan: Plan) -> 
         ends = ends and (offset + right > 0 if packed else len_q - 1 + offset + right >= len_k)
     if left is None and right is None:
         return Masks(ends, False, ends)
-    # the last row of a tile is the last that sees a block: tiles end where the queries do, see Size.shift
-    diagonal = (len_q + offset + (right or 0)) % plan.block_q == 0
-    diagonal = diagonal and plan.block_k % plan.block_q == 0
+    # the last row of a tile is the last that sees a block
+    ends_there = len_q % plan.block_q == 0 and (offset + (right or 0)) % plan.block_q == 0
+    diagonal = ends_there and plan.block_k % plan.block_q == 0
     simple = diagonal and not packed and left is None and prefix is None
     return Masks(True, not simple, ends)
 

@@ -91,7 +91,8 @@ def receive_tile(slots, turn, size, band, PACKED: gl.constexpr):
     slot = turn % SLOTS
     head = get(slots, slot * WORDS + 1)
     b = get(slots, slot * WORDS + 2)
-    first_q, len_q, first_k, len_k, offset = b, size.len_q, b, size.len_k, band.offset
+    first_q, len_q, first_k, len_k = b, gl.to_tensor(size.len_q), b, gl.to_tensor(size.len_k)
+    offset = band.offset
     if PACKED:
         first_q = get(slots, slot * WORDS + 3)
         len_q = get(slots, slot * WORDS + 4)
@@ -141,12 +142,19 @@ def locate(tile, size, band, extra):
     b = which // size.heads
     head = which % size.heads
     if extra.cu_q is None:
-        return row_tile, head, Rows(b, b, size.len_q), Rows(b, b, size.len_k), band.offset
+        len_q, len_k = gl.to_tensor(size.len_q), gl.to_tensor(size.len_k)  # a length of 1 comes as a constant
+        return row_tile, head, Rows(b, b, len_q), Rows(b, b, len_k), band.offset
     else:
         first_q, len_q = span(extra.cu_q, b, size.len_q)
         first_k, len_k = span(extra.cu_k, b, size.len_k)
         offset = band.offset + len_k - len_q
         return row_tile, head, Rows(b, first_q, len_q), Rows(b, first_k, len_k), offset
+
+
+@gluon.jit
+def first_row(row_tile, size, BQ: gl.constexpr):
+    """Of a tile. A shifted first tile overlaps the second, whose rows it computes alike: TMA stores at no negative row."""
+    return max(row_tile * BQ - size.shift, 0)
 
 
 @gluon.jit
@@ -169,7 +177,7 @@ def send_rows(
     """All loads of a tile, and which is the next."""
     BQ: gl.constexpr = ROWS * WGS
     g = head // size.group
-    row = row_tile * BQ - size.shift
+    row = first_row(row_tile, size, BQ)
     first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
     k0 = (first + n - 1) * BK
     if SCHEDULE == DYNAMIC:
@@ -432,7 +440,7 @@ def consume(
         else:
             row_tile, head, q_at, k_at, offset = locate(tile, size, band, extra)
         len_k = k_at.length
-        row0 = row_tile * BQ - size.shift
+        row0 = first_row(row_tile, size, BQ)
         first, n = visited(row0, q_at.length, len_k, offset, band, BQ, BK)
         row0 += WG * ROWS
         rows = row0 + gl.arange(0, ROWS, layout=R_L)
@@ -491,7 +499,7 @@ def consume(
             at = lse + gl.cast(head, gl.int64) * size.len_q + q_at.first
         else:
             at = lse + (gl.cast(q_at.b, gl.int64) * size.heads + head) * size.len_q
-        gl.store(at + rows, rows_lse, mask=(rows >= 0) & (rows < q_at.length))
+        gl.store(at + rows, rows_lse, mask=rows < q_at.length)
         turn += 1
         tile = tile_of(turn, size, slots, SCHEDULE)
         if SHARE:
