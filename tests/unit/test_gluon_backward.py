@@ -116,3 +116,84 @@ def check(launcher: Any, x: Arrays, p: Plan, seed: int = 0, deterministic: bool 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernel_source_on_random_schedules(launcher, case, p) -> None:
     check(launcher, replace(arrays(case), dtype=torch.float32), p)
+
+
+@pytest.mark.parametrize("name", ["64-fused-2-met", "128-fused-0-met", "twins-0", "turns-3"])
+@pytest.mark.parametrize(
+    "band",
+    [Band(), Band(0, None, 0), Band(0, 30, 0), Band(5, None, 3)],
+    ids=["full", "causal", "window", "shifted"],
+)
+def test_packed(launcher, name, band) -> None:
+    x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], band, dtype=torch.float32)
+    got = check(launcher, x, PLANS[name])
+    for grad, cu in ((got.q, x.cu_q), (got.k, x.cu_k), (got.v, x.cu_k)):
+        assert not grad[int(cu[-1]) :].any()
+
+
+def test_packed_with_sinks_and_softcap(launcher) -> None:
+    more = {"sinks": torch.randn(4), "mods": (register(softcap(2.0)),), "dtype": torch.float32}
+    x = packed([30, 130, 0], [60, 13, 4], Band(0, None, 0), **more)
+    check(launcher, x, KEYS["64-fused-0-met"])
+    check(launcher, x, KEYS["64-fused-0-met"], deterministic=True)
+    check(launcher, x, TWINS["twins-0"])
+
+
+@pytest.mark.parametrize("name", ["64-fused-2-met", "128-fused-0-met", "64-apart-0-met", "twins-0", "turns-3"])
+def test_results_in_half_precision_leave_by_tma(launcher, name) -> None:
+    for case in ("causal-unaligned", "dims", "odd-dim"):
+        check(launcher, arrays(CASES[case]), PLANS[name])
+    check(launcher, packed([3, 130, 0], [70, 9, 4], Band(0, None, 0)), PLANS[name])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_many_schedules(launcher, name) -> None:
+    x = replace(arrays({"lq": 200, "lk": 140, "h": 2, "g": 1, "causal": True}), dtype=torch.float32)
+    for seed in range(1, 6):
+        check(launcher, x, PLANS[name], seed)
+
+
+def test_deterministic_to_the_bit(launcher) -> None:
+    x = arrays({"lq": 200, "lk": 300, "h": 4, "g": 2, "causal": True})
+    first = check(launcher, x, KEYS["64-fused-2-met"], 0, deterministic=True)
+    for seed in range(1, 4):
+        again = check(launcher, x, KEYS["64-fused-2-met"], seed, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
+
+
+def test_without_keys_only_lse_depends_on_a_sink(launcher) -> None:
+    x = arrays({"lq": 5, "lk": 7, "sinks": True})
+    x = replace(x, k=x.k[:, :0], v=x.v[:, :0], len_k=0)
+    lse, dlse = x.sinks[None, :, None].expand(1, 2, 5), torch.randn(1, 2, 5)
+    out = torch.zeros(x.q.shape)
+    wanted = Wanted(sinks=True)
+    got = launcher.backward(KEYS["64-fused-0-met"], QUERIES, x, Saved(out, lse), out, dlse, wanted, False)
+    assert not any(g.any() for g in got[:3])
+    torch.testing.assert_close(got.sinks, dlse.sum((0, 2)))
+
+
+def test_inputs_are_not_written_to(launcher) -> None:
+    x = arrays({"lq": 70, "lk": 130, "causal": True, "scale": -0.2})
+    saved, dout, dlse, _ = given(x)
+    inputs = (x.q, x.k, x.v, saved.out, saved.lse, dout, dlse)
+    before = [t.clone() for t in inputs]
+    run_backward(launcher, 0, KEYS["64-fused-0-met"], QUERIES, x, saved, dout, dlse, Wanted(), False)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["64-fused-2-met", "twins-0"])
+def test_a_missing_release_is_a_deadlock(launcher, monkeypatch, name) -> None:
+    for module in ("sm90_backward", "sm90_twins"):
+        kernel = sys.modules[f"relampago.backends.gluon.{module}"]
+        monkeypatch.setattr(kernel, "release", lambda ring, stage: None)
+    with pytest.raises(Deadlock):
+        check(launcher, arrays({"lq": 320, "lk": 64}), PLANS[name])
+
+
+def test_dq_before_the_other_warpgroup_has_stored_is_a_wrong_result(launcher, monkeypatch) -> None:
+    kernel = sys.modules["relampago.backends.gluon.sm90_backward"]
+    monkeypatch.setattr(kernel, "meet", lambda *_: None)
+    x = replace(arrays({"lq": 320, "lk": 128}), dtype=torch.float32)
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            check(launcher, x, KEYS["64-fused-0-met"], seed)

@@ -1,6 +1,6 @@
-"""The backend `gluon_sm90`: FlashAttention-3's forward for Hopper, written in Gluon.
+"""The backend `gluon_sm90`: FlashAttention for Hopper, forward and backward, written in Gluon.
 
-Nothing here imports triton before a launch: `why_not` answers on any machine. The backward is Triton's.
+Nothing here imports triton before a launch: `why_not` answers on any machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _refuse_triton() -> str | None:
 
 
 class GluonSm90:
-    """Dense and packed sequences in bf16 and fp16, head dims up to 256, forward only."""
+    """Dense and packed sequences in bf16 and fp16, head dims up to 256."""
 
     name = "gluon_sm90"
 
@@ -89,7 +89,9 @@ class GluonSm90:
         return None
 
     def _refuse_few(self, p: Problem) -> str | None:
-        """A short query against many keys leaves the chip empty, unless the keys are split."""
+        """A short query against many keys leaves the chip empty, unless the keys are split, as the backward's are."""
+        if p.direction == "backward":
+            return None
         tiles = -(-p.len_q // 128) * p.heads_q * p.batch
         if p.len_q <= 64 and p.len_k >= 1024 and 2 * tiles <= p.device.multiprocessors:
             return (

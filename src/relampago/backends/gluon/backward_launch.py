@@ -27,6 +27,7 @@ from relampago.backends.gluon.launch import (
     softcap_of,
 )
 from relampago.backends.gluon.sm90_backward import by_keys
+from relampago.backends.gluon.sm90_gradients import Size, veiled
 from relampago.backends.gluon.sm90_queries import by_queries
 from relampago.backends.gluon.sm90_rows import convert, prepare
 from relampago.backends.gluon.sm90_turns import in_turns
@@ -37,22 +38,6 @@ from relampago.problem import Arrays, Grads, Saved, Wanted
 ROWS = 64  # of a warpgroup
 REGISTERS = (240, 24)  # of a thread: two consumers' and the producer's
 PLAIN = Plan(block_q=64, block_k=64, warps=4, stages=1)  # of the kernels before and after
-
-
-class Size(NamedTuple):
-    """Lengths and counts. `tiles`, `places` and `section` are those of the kernel that gets it."""
-
-    len_q: int  # of packed sequences, all together
-    len_k: int
-    heads: int
-    group: int  # query heads per kv head
-    tiles: int  # of a head
-    places: int  # sequences times heads
-    section: int  # of these, those in flight together
-    shift: int  # rows by which the first tile begins before the first row: none
-    padded: int  # rows of a head in `top`, `delta` and the sums of dQ
-    dim: int
-    dim_v: int
 
 
 class Strides(NamedTuple):
@@ -125,13 +110,12 @@ def work_of(x: Arrays, dout: Tensor) -> Work:
     else:
         room = (-(-q.shape[0] // unit) + x.batch + 1) * unit
         rows = room * heads
-    # what nobody writes must have no weight where all rows are added up
-    make = torch.empty if x.sinks is None else torch.zeros
-    top, delta = (make(1, rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    if x.sinks is not None:
+    top, delta = (torch.empty(1, rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    if x.sinks is not None or x.cu_q is not None:  # rows of no sequence must have no weight
         top.fill_(float("inf"))
+        delta.zero_()
     size = Size(
-        q.shape[-3], k.shape[-3], heads, heads // kv_heads, 0, 0, 0, 0, room, x.q.shape[-1],
+        q.shape[-3], k.shape[-3], heads, heads // kv_heads, 0, 0, 0, room, x.q.shape[-1],
         x.v.shape[-1],
     )  # fmt: skip
     cap = softcap_of(x.mods)
@@ -155,8 +139,8 @@ def _prepare(
     launch(
         prepare, tiles * work.size.heads * batch, PLAIN, out, dout, saved.lse.contiguous(),
         None if dlse is None else dlse.contiguous(), work.top, work.delta, sums, _strides(out),
-        _strides(dout), work.size._replace(tiles=tiles), work.sides, work.extra, rows, plan.block_q,
-        width, width_v,
+        _strides(dout), veiled(work.size._replace(tiles=tiles)), work.sides, work.extra, rows, plan.block_q,
+        width, width_v, out.shape[-1],
     )  # fmt: skip
 
 
@@ -182,19 +166,19 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
         wgs = plan.block_k // ROWS
         launch(
             in_turns, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            sums, work.factor, work.scale, size, work.sides, work.extra, wgs, plan.block_q, width,
+            sums, work.factor, work.scale, veiled(size), work.sides, work.extra, wgs, plan.block_q, width,
             width_v, plan.stages, *masks, *((160, 32) if wgs == 3 else REGISTERS),
         )  # fmt: skip
     elif plan.block_k == ROWS:
         launch(
             by_products, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            work.factor, work.scale, size, work.sides, work.extra, plan.block_q, width, width_v,
+            work.factor, work.scale, veiled(size), work.sides, work.extra, plan.block_q, width, width_v,
             plan.stages, plan.ahead, *masks, *REGISTERS,
         )  # fmt: skip
     else:
         launch(
             by_keys, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            sums, work.factor, work.scale, size, work.sides, work.extra, plan.block_q, width,
+            sums, work.factor, work.scale, veiled(size), work.sides, work.extra, plan.block_q, width,
             width_v, plan.stages, sums is not None, plan.ahead, bool(plan.pingpong), *masks,
             *REGISTERS,
         )  # fmt: skip
@@ -208,8 +192,9 @@ def _converted(work: Work, plan: Plan, x: Arrays, sums: Tensor) -> Tensor:
     tiles = -(-work.longest[0] // plan.block_q)
     launch(
         convert, tiles * work.size.heads * _batch(work), PLAIN, sums, dq, _strides(dq), x.scale,
-        work.size._replace(tiles=tiles), work.sides, work.extra, plan.block_q, work.widths[0],
+        veiled(work.size._replace(tiles=tiles)), work.sides, work.extra, plan.block_q, work.widths[0],
         work.widths[0] // 2 if plan.block_q == ROWS and not in_turn(plan) else work.widths[0],
+        dq.shape[-1],
     )  # fmt: skip
     return dq
 
@@ -229,7 +214,7 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
         by_queries, tiles * batch * size.heads, plan, boxed(work.q, ROWS, width),
         boxed(work.dout, ROWS, width_v), boxed(work.k, plan.block_k, width),
         boxed(work.v, plan.block_k, width_v), dq_desc, wide, work.top, work.delta, work.factor,
-        x.scale, size, work.sides, work.extra, plan.block_k, width, width_v, plan.stages,
+        x.scale, veiled(size), work.sides, work.extra, plan.block_k, width, width_v, plan.stages,
         stages_of_values(plan, width, width_v), bool(plan.pin), *masks_of(work, plan.block_k),
         *REGISTERS,
     )  # fmt: skip

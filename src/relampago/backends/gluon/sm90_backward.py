@@ -32,6 +32,7 @@ from relampago.backends.gluon.sm90_gradients import (
     key_tile,
     next_rows,
     partly,
+    plain,
     row_base,
     send_rows,
     slope,
@@ -289,6 +290,7 @@ def by_keys(
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ."""
+    size = plain(size)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)
     keys = channel(k_desc, 2, 1)

@@ -9,6 +9,8 @@ Rows of a head stand in `top`, `delta` and the sums of dQ at multiples of UNIT, 
 whole; rows that are none have top = inf, and with it no weight.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -24,6 +26,40 @@ UNIT = gl.constexpr(schedule.UNIT)
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a warpgroup: WGMMA's M
 
+
+class Size(NamedTuple):
+    """Lengths and counts. `tiles`, `places` and `section` are those of the kernel that gets it.
+
+    Kernels get them `veiled`: Triton compiles anew for a number in a tuple that is 1 or a multiple of 16.
+    """
+
+    len_q: Any  # of packed sequences, all together
+    len_k: Any
+    heads: Any
+    group: Any  # query heads per kv head
+    tiles: Any  # of a head
+    places: Any  # sequences times heads
+    section: Any  # of these, those in flight together
+    padded: Any  # rows of a head in `top`, `delta` and the sums of dQ
+    dim: Any
+    dim_v: Any
+
+
+def veiled(size):
+    """Odd numbers above 1 instead, for `plain`."""
+    return Size(*(2 * n + 3 for n in size))
+
+
+@gluon.jit
+def plain(size):
+    """The numbers themselves."""
+    return Size(
+        (size.len_q - 3) >> 1, (size.len_k - 3) >> 1, (size.heads - 3) >> 1, (size.group - 3) >> 1,
+        (size.tiles - 3) >> 1, (size.places - 3) >> 1, (size.section - 3) >> 1,
+        (size.padded - 3) >> 1, (size.dim - 3) >> 1, (size.dim_v - 3) >> 1,
+    )  # fmt: skip
+
+
 query_range = gluon.jit(rules.query_range)
 full_range = gluon.jit(rules.full_range)
 blocks = gluon.jit(schedule.blocks)
@@ -32,9 +68,8 @@ blocks = gluon.jit(schedule.blocks)
 @gluon.jit
 def sequence(b, size, band, extra):
     """(rows of queries, keys, offset) of a sequence."""
-    if extra.cu_q is None:  # a length of 1 would be a constant
-        q_at = Rows(b, b, gl.to_tensor(size.len_q))
-        return q_at, Rows(b, b, gl.to_tensor(size.len_k)), band.offset
+    if extra.cu_q is None:
+        return Rows(b, b, size.len_q), Rows(b, b, size.len_k), band.offset
     else:
         first_q, len_q = span(extra.cu_q, b, size.len_q)
         first_k, len_k = span(extra.cu_k, b, size.len_k)

@@ -26,7 +26,26 @@ from relampago.backends.gluon.sm90_forward import (
     pin,
     visited,
 )
-from relampago.backends.gluon.sm90_gradients import ROWS, row_base, slope, write
+from relampago.backends.gluon.sm90_gradients import ROWS, plain, row_base, slope, write
+
+
+@gluon.jit
+def first_keys(row_tile, first, n, band, BK: gl.constexpr):
+    """The block of keys to begin with: the last, or where all tiles see the same keys another for each of them.
+
+    Tiles in step on the same keys would all wait for the same part of the L2 cache.
+    """
+    if band.left is None and band.right is None:
+        return (first + 3 * row_tile % n) * BK
+    else:
+        return (first + n - 1) * BK
+
+
+@gluon.jit
+def next_keys(k0, first, n, BK: gl.constexpr):
+    """The block before, around the first."""
+    k0 = k0 - BK
+    return k0 + n * BK if k0 < first * BK else k0
 
 
 @gluon.jit
@@ -42,18 +61,19 @@ def produce(
     if PACKED:  # a shorter sequence than the longest has no such tile
         n = n if row < q_at.length else 1
     g = head // size.group
-    k0 = (first + n - 1) * BK
+    k0 = first_keys(row_tile, first, n, band, BK)
     for w in gl.static_range(2):
         send(queries, q_desc, w, 1, q_at, row + w * ROWS, head, PACKED)
     stage_k, phase_k, stage_v, phase_v = 0, 1, 0, 1
     for j in range(n):
-        send(keys, k_desc, stage_k, phase_k, k_at, k0 - j * BK, g, PACKED)
+        send(keys, k_desc, stage_k, phase_k, k_at, k0, g, PACKED)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
         if j == 0:
             for w in gl.static_range(2):
                 send(douts, do_desc, w, 1, q_at, row + w * ROWS, head, PACKED)
-        send(values, v_desc, stage_v, phase_v, k_at, k0 - j * BK, g, PACKED)
+        send(values, v_desc, stage_v, phase_v, k_at, k0, g, PACKED)
         stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
+        k0 = next_keys(k0, first, n, BK)
 
 
 @gluon.jit
@@ -109,7 +129,7 @@ def consume(
     start, end = full_range(
         row, row + ROWS - 1, len_k, offset, band.left, band.right, band.prefix
     )  # no mask is needed there
-    k0 = (first + n - 1) * BK
+    k0 = first_keys(row_tile, first, n, band, BK)
     dq = gl.zeros([ROWS, D], gl.float32, Q_L)
     q = receive(queries, WG, 0, ROWS, D)
 
@@ -133,7 +153,7 @@ def consume(
     stage_k, phase_k = advance(0, 0, STAGES_K)
     stage_v, phase_v = advance(0, 0, STAGES_V)
     for _ in range(n - 1):
-        k0 -= BK
+        k0 = next_keys(k0, first, n, BK)
         k = receive(keys, stage_k, phase_k, BK, D)
         s = gl.zeros([ROWS, BK], gl.float32, S_L)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -172,6 +192,7 @@ def by_queries(
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dQ of 128 rows of a head."""
+    size = plain(size)
     queries = channel(q_desc, 2, 1)
     douts = channel(do_desc, 2, 1)
     keys = channel(k_desc, STAGES_K, 2)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from relampago.backends.gluon.sm90_gradients import LOG2E, as_tile, row_base, sequence
+from relampago.backends.gluon.sm90_gradients import LOG2E, as_tile, plain, row_base, sequence
 
 
 @gluon.constexpr_function
@@ -40,17 +40,18 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
 @gluon.jit(do_not_specialize=["size", "band", "extra"])
 def prepare(
     out, dout, lse, dlse, top, delta, sums, out_stride, dout_stride, size, band, extra,
-    R: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    R: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
-    LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Where there are sums, their rows are set to 0.
+    DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Where there are sums, their rows are set to 0.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
+    size = plain(size)
     at, head, row = rows_here(size, band, extra, R)
     if row < (at.length + BQ - 1) // BQ * BQ:  # as far as blocks of rows reach
-        o_at, inside = lines(out, out_stride, at, head, row, size.dim_v, R, E, PACKED)
-        do_at, _ = lines(dout, dout_stride, at, head, row, size.dim_v, R, E, PACKED)
+        o_at, inside = lines(out, out_stride, at, head, row, DIM, R, E, PACKED)
+        do_at, _ = lines(dout, dout_stride, at, head, row, DIM, R, E, PACKED)
         o = gl.load(o_at, mask=inside, other=0.0).to(gl.float32)
         do = gl.load(do_at, mask=inside, other=0.0).to(gl.float32)
         total = gl.sum(o * do, axis=1)  # [R]
@@ -75,10 +76,12 @@ def prepare(
 
 @gluon.jit(do_not_specialize=["scale", "size", "band", "extra"])
 def convert(
-    sums, dq, stride, scale, size, band, extra, R: gl.constexpr, D: gl.constexpr, W: gl.constexpr
+    sums, dq, stride, scale, size, band, extra, R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    DIM: gl.constexpr,
 ):  # fmt: skip
     """dQ of R rows from the sums, which lie `as_held` in parts of [64, W], those of the same rows first."""
     PACKED: gl.constexpr = extra.cu_q is not None
+    size = plain(size)
     at, head, row = rows_here(size, band, extra, R)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if row < at.length:
@@ -88,5 +91,5 @@ def convert(
             x = gl.convert_layout(as_tile(x, W), spread(W)) * scale
             col = part % (D // W) * W
             first = row + part // (D // W) * 64
-            to, inside = lines(dq + col, stride, at, head, first, size.dim - col, 64, W, PACKED)
+            to, inside = lines(dq + col, stride, at, head, first, DIM - col, 64, W, PACKED)
             gl.store(to, x.to(dq.dtype.element_ty), mask=inside)

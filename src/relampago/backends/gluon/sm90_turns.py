@@ -22,6 +22,7 @@ from relampago.backends.gluon.sm90_gradients import (
     key_tile,
     next_rows,
     partly,
+    plain,
     row_base,
     send_rows,
     slope,
@@ -179,6 +180,7 @@ def in_turns(
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64·WGS keys of a kv head, and their part of dQ."""
+    size = plain(size)
     queries = channel(q_desc, STAGES, WGS)
     douts = channel(do_desc, STAGES, WGS)
     keys = channel(k_desc, WGS, 1)

@@ -30,6 +30,7 @@ from relampago.backends.gluon.sm90_gradients import (
     key_tile,
     next_rows,
     partly,
+    plain,
     row_base,
     send_rows,
     slope,
@@ -245,6 +246,7 @@ def by_products(
 ):  # fmt: skip
     """dK and dV of 64 keys of a kv head."""
     SLOTS: gl.constexpr = 2
+    size = plain(size)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)
     keys = channel(k_desc, 1, 1)
