@@ -1,10 +1,9 @@
-"""Every row of sm90.toml for gluon_sm90's backward compiles with no GPU: hardly a spill, no serialised WGMMA, overlap."""
+"""Every row for gluon_sm90's backward compiles with no GPU: hardly a spill, no serialised WGMMA, overlap."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +23,9 @@ from crosscompile.test_gluon import OLD, SHARED, assembler_says, dims, disassemb
 
 from relampago.backends.gluon import backward_launch
 
-SPILLS = 232 if OLD else 400  # bytes of a thread, most of them addresses that a loop does not change
+SPILLS = (
+    232 if OLD else 400
+)  # bytes of a thread, most of them addresses that a loop does not change
 KEYS, QUERIES = table("sm90")["gluon_sm90.backward"], table("sm90")["gluon_sm90.backward_dq"]
 MASKS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 30)}
 
@@ -80,14 +81,18 @@ def check(built: dict[str, Built]) -> None:
         assert one.shared <= SHARED
         assert one.spills <= SPILLS
         said = assembler_says(one)
-        assert "C75" not in said, said  # C7510 to C7513: products are serialised; C7508: setmaxnreg is ignored
+        assert "C75" not in said, (
+            said
+        )  # C7510 to C7513: products are serialised; C7508: setmaxnreg is ignored
         bodies = loops(disassembled(one))
         assert len(bodies) >= 2  # one of each warpgroup
         for body in bodies:
             waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
             exponentials = [i for i, line in enumerate(body) if "MUFU.EX2" in line]
             # no wait for everything stands before the exponentials: a product is always under way there
-            assert all(not body[w].endswith("0x0") or w > max(exponentials, default=-1) for w in waits)
+            assert all(
+                not body[w].endswith("0x0") or w > max(exponentials, default=-1) for w in waits
+            )
 
 
 PAIRS = [pytest.param(row, mask, id=f"{i}-{mask}") for i, row in enumerate(KEYS) for mask in MASKS]
@@ -98,8 +103,14 @@ def test_rows_compile(monkeypatch, row, mask) -> None:
     built = build(monkeypatch, row, mask)
     check(built)
     if row.plan.fused:  # additions to dQ are four floats wide
-        (adding,) = (one for one in built.values() if "add" in one.asm["ptx"] and one.name != "prepare"
-                     and "v4.f32" in one.asm["ptx"] and re.search(r"(red|atom)\S*add\S*v4", one.asm["ptx"]))
+        (adding,) = (
+            one
+            for one in built.values()
+            if "add" in one.asm["ptx"]
+            and one.name != "prepare"
+            and "v4.f32" in one.asm["ptx"]
+            and re.search(r"(red|atom)\S*add\S*v4", one.asm["ptx"])
+        )
         assert not re.search(r"(red|atom)\.global\S*add\.f32", adding.asm["ptx"])
 
 
@@ -119,27 +130,23 @@ def test_padded_dims(monkeypatch, dim, dim_v) -> None:
 
 
 def test_lengths_share_a_kernel(monkeypatch) -> None:
-    """Triton compiles anew for a number in a tuple that is 1 or a multiple of 16, unless it is veiled."""
-    from triton._C.libtriton import native_specialize_impl
-    from triton.backends.nvidia.compiler import CUDABackend
-
-    seen: list[Any] = []
+    """Numbers of a call are not compiled in, be they 1 or a multiple of 16."""
+    recorder = Recorder("sm90")
+    monkeypatch.setattr(backward_launch, "launch", recorder)
+    kernels: dict[str, Any] = {}
 
     def spy(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
-        seen.append(tuple(
-            native_specialize_impl(CUDABackend, a, False, True, True) for a in args
-            if isinstance(a, backward_launch.Size)
-        ))  # fmt: skip
+        kernels[kernel.fn.__name__] = kernel
+        recorder(kernel, grid, plan, *args)
 
     monkeypatch.setattr(backward_launch, "launch", spy)
-    keys = []
-    for length, heads in ((1, 1), (512, 16), (1000, 3)):
-        q = torch.zeros(1, length, heads, 64, dtype=torch.bfloat16)
+    counts = []
+    for batch, length, heads in ((1, 256, 1), (2, 1152, 3), (3, 128, 16)):
+        q = torch.zeros(batch, length, heads, 64, dtype=torch.bfloat16)
         x = Arrays(q=q, k=q, v=q, scale=1.0, band=Band(), len_q=length, len_k=length)
-        saved = Saved(q, torch.zeros(1, heads, length))
+        saved = Saved(q, torch.zeros(batch, heads, length))
         plans = KEYS[0].plan, QUERIES[0].plan
         backward_launch.backward(*plans, x, saved, q, None, Wanted(), False)
-        keys.append(tuple(seen))
-        seen.clear()
-    assert keys[0] == keys[1] == keys[2]
-    assert all(keys[0])
+        counts.append({name: len(k.device_caches["sm90"][0]) for name, k in kernels.items()})
+    assert counts[0] == counts[1] == counts[2]
+    assert all(counts[0].values())

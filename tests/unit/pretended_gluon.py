@@ -132,7 +132,7 @@ def _operator(name: str) -> Any:
     return apply
 
 
-ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv lt le gt ge and or"
+ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv mod lt le gt ge and or ne"
 for _name in ARITHMETIC.split():
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -299,6 +299,7 @@ def make_language() -> types.ModuleType:
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
     gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
     gl.max = lambda x, axis: _scalar(np.fmax.reduce(x.a, axis=axis))
+    gl.min = lambda x, axis: _scalar(np.fmin.reduce(x.a, axis=axis))
     gl.sum = lambda x, axis: Tensor(x.a.sum(axis))
     gl.log2 = lambda x: Tensor(_quiet(np.log2, x.a))
     gl.allocate_shared_memory = _allocate
@@ -343,14 +344,15 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return args[0]
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: float | None = None) -> Any:
     if np.ndim(pointer.at) == 0:
         value = pointer.a[pointer.at].item()
         return value if mask is None or mask else other
     keep = np.broadcast_to(True if mask is None else raw(mask), pointer.at.shape)
-    found = np.full(pointer.at.shape, other, dtype=np.float64)
+    assert other is not None or keep.all()
+    found = np.full(pointer.at.shape, 0 if other is None else other, dtype=np.float64)
     found[keep] = pointer.a[torch.from_numpy(pointer.at[keep])].double().numpy()
-    return Tensor(found)
+    return Tensor(found if pointer.a.dtype.is_floating_point else found.astype(np.int64))
 
 
 def _atomic_add(pointer: Pointer, value: Any, sem: str) -> Any:
@@ -495,7 +497,8 @@ def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
     for program in range(grid):
         M.here.program = program
         kernel(*map(as_pointer, args))
-    M.scheduler.run(M.here.threads)
+    if M.here.threads:
+        M.scheduler.run(M.here.threads)
     left = [b.arrived for named in M.here.named_all for b in named.values()]
     assert not any(left), "a named barrier is left half full"
 

@@ -17,7 +17,15 @@ from relampago.plan import Plan, first_match
 from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
 
 KNOWS = frozenset(
-    {"packed sequences", "window", "prefix", "score mods", "sinks", "deterministic mode"}
+    {
+        "packed sequences",
+        "window",
+        "prefix",
+        "document tables",
+        "score mods",
+        "sinks",
+        "deterministic mode",
+    }
 )
 OLDEST = (3, 6)
 SOFTCAP = softcap(1.0).fn
@@ -48,12 +56,8 @@ class GluonSm90:
             return f"knows bf16 and fp16, got {p.dtype}"
         if max(p.dim, p.dim_v) > 256:
             return f"head dim {max(p.dim, p.dim_v)} > 256"
-        return (
-            refuse_unknown(p, KNOWS)
-            or self._refuse_parts(p)
-            or self._refuse_few(p)
-            or _refuse_triton()
-        )
+        knows = KNOWS if p.direction == "forward" else KNOWS - {"document tables"}
+        return refuse_unknown(p, knows) or self._refuse_parts(p) or _refuse_triton()
 
     def plan(self, p: Problem) -> Plan:
         return first_match((p.device.arch, "sm90"), f"gluon_sm90.{p.direction}", p)
@@ -86,17 +90,6 @@ class GluonSm90:
             return "knows packed sequences only where queries and keys are both packed"
         if any(rule_of(token).fn is not SOFTCAP for token in p.mods) or len(p.mods) > 1:
             return "does not know score mods other than one softcap"
-        return None
-
-    def _refuse_few(self, p: Problem) -> str | None:
-        """A short query against many keys leaves the chip empty, unless the keys are split, as the backward's are."""
-        if p.direction == "backward":
-            return None
-        tiles = -(-p.len_q // 128) * p.heads_q * p.batch
-        if p.len_q <= 64 and p.len_k >= 1024 and 2 * tiles <= p.device.multiprocessors:
-            return (
-                f"does not split keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
-            )
         return None
 
 

@@ -10,24 +10,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.launch import (
-    L2_BYTES,
-    LOG2E,
-    SHARED,
+from relampago.backends.gluon.boxes import (
     Box,
-    Extra,
-    Sides,
     addressable,
     dense_box,
     descriptor,
-    launch,
     packed_box,
     padded,
-    positive,
-    softcap_of,
 )
+from relampago.backends.gluon.launch import LOG2E, Extra, launch, positive, softcap_of
+from relampago.backends.gluon.sizes import L2_BYTES, ROWS, SHARED, Sides
 from relampago.backends.gluon.sm90_backward import by_keys
-from relampago.backends.gluon.sm90_gradients import Size, veiled
+from relampago.backends.gluon.sm90_gradients import Size
 from relampago.backends.gluon.sm90_queries import by_queries
 from relampago.backends.gluon.sm90_rows import convert, prepare
 from relampago.backends.gluon.sm90_turns import in_turns
@@ -35,7 +29,6 @@ from relampago.backends.gluon.sm90_twins import by_products
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted
 
-ROWS = 64  # of a warpgroup
 REGISTERS = (240, 24)  # of a thread: two consumers' and the producer's
 PLAIN = Plan(block_q=64, block_k=64, warps=4, stages=1)  # of the kernels before and after
 
@@ -119,7 +112,7 @@ def work_of(x: Arrays, dout: Tensor) -> Work:
         x.v.shape[-1],
     )  # fmt: skip
     cap = softcap_of(x.mods)
-    extra = Extra(x.cu_q, x.cu_k, None, None if cap is None else scale / cap)
+    extra = Extra(x.cu_q, x.cu_k, None, None if cap is None else scale / cap, None, None)
     factor = (scale if cap is None else cap) * LOG2E
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     return Work(
@@ -139,7 +132,7 @@ def _prepare(
     launch(
         prepare, tiles * work.size.heads * batch, PLAIN, out, dout, saved.lse.contiguous(),
         None if dlse is None else dlse.contiguous(), work.top, work.delta, sums, _strides(out),
-        _strides(dout), veiled(work.size._replace(tiles=tiles)), work.sides, work.extra, rows, plan.block_q,
+        _strides(dout), *work.size._replace(tiles=tiles), *work.sides, work.extra, rows, plan.block_q,
         width, width_v, out.shape[-1],
     )  # fmt: skip
 
@@ -166,19 +159,19 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
         wgs = plan.block_k // ROWS
         launch(
             in_turns, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            sums, work.factor, work.scale, veiled(size), work.sides, work.extra, wgs, plan.block_q, width,
+            sums, work.factor, work.scale, *size, *work.sides, work.extra, wgs, plan.block_q, width,
             width_v, plan.stages, *masks, *((160, 32) if wgs == 3 else REGISTERS),
         )  # fmt: skip
     elif plan.block_k == ROWS:
         launch(
             by_products, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            work.factor, work.scale, veiled(size), work.sides, work.extra, plan.block_q, width, width_v,
+            work.factor, work.scale, *size, *work.sides, work.extra, plan.block_q, width, width_v,
             plan.stages, plan.ahead, *masks, *REGISTERS,
         )  # fmt: skip
     else:
         launch(
             by_keys, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            sums, work.factor, work.scale, veiled(size), work.sides, work.extra, plan.block_q, width,
+            sums, work.factor, work.scale, *size, *work.sides, work.extra, plan.block_q, width,
             width_v, plan.stages, sums is not None, plan.ahead, bool(plan.pingpong), *masks,
             *REGISTERS,
         )  # fmt: skip
@@ -192,7 +185,7 @@ def _converted(work: Work, plan: Plan, x: Arrays, sums: Tensor) -> Tensor:
     tiles = -(-work.longest[0] // plan.block_q)
     launch(
         convert, tiles * work.size.heads * _batch(work), PLAIN, sums, dq, _strides(dq), x.scale,
-        veiled(work.size._replace(tiles=tiles)), work.sides, work.extra, plan.block_q, work.widths[0],
+        *work.size._replace(tiles=tiles), *work.sides, work.extra, plan.block_q, work.widths[0],
         work.widths[0] // 2 if plan.block_q == ROWS and not in_turn(plan) else work.widths[0],
         dq.shape[-1],
     )  # fmt: skip
@@ -214,7 +207,7 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
         by_queries, tiles * batch * size.heads, plan, boxed(work.q, ROWS, width),
         boxed(work.dout, ROWS, width_v), boxed(work.k, plan.block_k, width),
         boxed(work.v, plan.block_k, width_v), dq_desc, wide, work.top, work.delta, work.factor,
-        x.scale, veiled(size), work.sides, work.extra, plan.block_k, width, width_v, plan.stages,
+        x.scale, *size, *work.sides, work.extra, plan.block_k, width, width_v, plan.stages,
         stages_of_values(plan, width, width_v), bool(plan.pin), *masks_of(work, plan.block_k),
         *REGISTERS,
     )  # fmt: skip
@@ -222,6 +215,7 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
 
 
 def in_turn(plan: Plan) -> bool:
+    """Whether warpgroups form dQ in turns."""
     return plan.block_k == 3 * ROWS or bool(plan.pin)
 
 

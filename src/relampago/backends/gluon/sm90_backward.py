@@ -23,21 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from relampago.backends.gluon.channel import barriers, channel, receive, release, ring, send
-from relampago.backends.gluon.sm90_forward import advance, capped, exp2
+from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
+    Size,
+    advance,
     as_held,
     first_turn,
     hide_rows,
     key_tile,
     next_rows,
     partly,
-    plain,
     row_base,
     send_rows,
     slope,
     write,
 )
+from relampago.backends.gluon.softmax import capped, exp2
 
 MEET = gl.constexpr(8)  # named barriers from here on; Triton uses the first
 
@@ -49,7 +51,7 @@ def produce(
 ):  # fmt: skip
     """One warp: the tile's keys and values once, then rows of every head of the group."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, 2 * ROWS)
+    g, k0, q_at, k_at, _, first, n = key_tile(size, band, extra, BQ, 2 * ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     send(keys, k_desc, 0, 1, k_at, k0, g, PACKED)
@@ -58,15 +60,11 @@ def produce(
     for i in range(n * size.group):
         base = row_base(q_at, head, size, PACKED)
         row = block * BQ
-        send_rows(
-            queries, tops, q_desc, top_desc, stage, phase, q_at, row, head, base, PACKED
-        )
+        send_rows(queries, tops, q_desc, top_desc, stage, phase, q_at, row, head, base, PACKED)
         if i == 0:
             send(values, v_desc, 0, 1, k_at, k0, g, PACKED)
             send(values, v_desc, 1, 1, k_at, k0 + ROWS, g, PACKED)
-        send_rows(
-            douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED
-        )
+        send_rows(douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED)
         stage, phase = advance(stage, phase, STAGES)
         block, head = next_rows(block, head, first, n, begin)
 
@@ -130,7 +128,7 @@ def add_dq(
     sums, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, ALWAYS: gl.constexpr
 ):
     """Add a warpgroup's half of a block's dQ to the sums, which lie as its threads hold them; row < 0: don't."""
-    if ALWAYS:
+    if ALWAYS:  # noqa: SIM114 - known when compiled
         add_part(sums, dq, row, WG, BQ, D)
     elif row >= 0:
         add_part(sums, dq, row, WG, BQ, D)
@@ -205,7 +203,7 @@ def consume(
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         raised = capped(s, extra.cap)
         s = raised
-        if MASKED:
+        if MASKED:  # noqa: SIM102 - one is known when compiled
             if partly(q0, k0, q_at, k_at.length, offset, band, BQ, PACKED):
                 s = hide_rows(
                     s, q0, at_keys, q_at.length, k_at.length, offset, band, ENDS, PACKED, S_L
@@ -222,7 +220,7 @@ def consume(
             fence_async_shared()
             stored(met, buffer, WG, NAMED, LATE)
         dk = warpgroup_mma(gl.convert_layout(ds, PK_L, assert_trivial=True), q, dk, is_async=True)
-        stage_q, phase_q = stage, phase
+        stage_q = stage
         stage, phase = advance(stage, phase, STAGES)
         if EARLY:
             # after the last block from what shared memory holds, unused: no branch stands around a product
@@ -281,21 +279,26 @@ def consume(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "scale", "size", "band", "extra"])
+@gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_keys(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
-    factor, scale, size, band, extra, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    factor, scale, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr,
     MASKED: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ."""
-    size = plain(size)
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)
     keys = channel(k_desc, 2, 1)
     values = channel(v_desc, 2, 1)
-    tops = gl.allocate_shared_memory(gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout)
+    tops = gl.allocate_shared_memory(
+        gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout
+    )
     deltas = gl.allocate_shared_memory(
         gl.float32, ring(STAGES, delta_desc.block_shape), delta_desc.layout
     )

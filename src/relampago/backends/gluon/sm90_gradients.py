@@ -16,22 +16,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.channel import Rows, packed_rows, store
-from relampago.backends.gluon.sm90_forward import place, span, visible
+from relampago.backends.gluon.channel import Rows, load, store
+from relampago.backends.gluon.softmax import visible
+from relampago.backends.gluon.tiles import place, span, visited
 from relampago.backends.gluon.versions import tma_load
 from relampago.masks import rules
 
-FAR = gl.constexpr(schedule.FAR)
 UNIT = gl.constexpr(schedule.UNIT)
-LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a warpgroup: WGMMA's M
 
 
 class Size(NamedTuple):
-    """Lengths and counts. `tiles`, `places` and `section` are those of the kernel that gets it.
-
-    Kernels get them `veiled`: Triton compiles anew for a number in a tuple that is 1 or a multiple of 16.
-    """
+    """Lengths and counts. `tiles`, `places` and `section` are those of the kernel that gets it."""
 
     len_q: Any  # of packed sequences, all together
     len_k: Any
@@ -45,24 +41,10 @@ class Size(NamedTuple):
     dim_v: Any
 
 
-def veiled(size):
-    """Odd numbers above 1 instead, for `plain`."""
-    return Size(*(2 * n + 3 for n in size))
-
-
-@gluon.jit
-def plain(size):
-    """The numbers themselves."""
-    return Size(
-        (size.len_q - 3) >> 1, (size.len_k - 3) >> 1, (size.heads - 3) >> 1, (size.group - 3) >> 1,
-        (size.tiles - 3) >> 1, (size.places - 3) >> 1, (size.section - 3) >> 1,
-        (size.padded - 3) >> 1, (size.dim - 3) >> 1, (size.dim_v - 3) >> 1,
-    )  # fmt: skip
-
-
 query_range = gluon.jit(rules.query_range)
 full_range = gluon.jit(rules.full_range)
 blocks = gluon.jit(schedule.blocks)
+advance = gluon.jit(schedule.advance)
 
 
 @gluon.jit
@@ -100,6 +82,17 @@ def key_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
+def query_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
+    """(head, tile, queries, keys, offset, first block of keys, how many) of this program's tile of rows."""
+    tile, which = place(gl.program_id(0), size.tiles, size.section, size.places)
+    q_at, k_at, offset = sequence(which // size.heads, size, band, extra)
+    row = tile * BQ
+    first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
+    n = n if row < q_at.length else 1  # beyond a shorter sequence: rows that nobody stores
+    return which % size.heads, tile, q_at, k_at, offset, first, n
+
+
+@gluon.jit
 def first_turn(k0, first, n, band, BQ: gl.constexpr):
     """The block of rows to begin with. Where all see the same rows, tiles begin apart: they add to the same dQ."""
     if band.right is None:
@@ -125,11 +118,7 @@ def send_rows(
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(full, desc.block_type.nbytes + facts_desc.block_type.nbytes)
-    if PACKED:
-        far, end, near = packed_rows(at.first, at.length, row, FAR)
-        tma_load(desc, [far, end, near, head, 0], full, ring.tiles.index(stage))
-    else:
-        tma_load(desc, [at.b, row, head, 0], full, ring.tiles.index(stage))
+    load(desc, at, row, head, 0, full, ring.tiles.index(stage), PACKED)
     tma_load(facts_desc, [0, base + row], full, facts.index(stage))
 
 
@@ -164,7 +153,7 @@ def partly(q0, k0, at, len_k, offset, band, BQ: gl.constexpr, PACKED: gl.constex
 
 @gluon.jit
 def as_held(x):
-    """[64, N] of a warpgroup's accumulator as a line in the order of its threads: 512 bytes to a warp's instruction."""
+    """[64, N] of a warpgroup's accumulator as a line in the order of its threads: 512 bytes a warp."""
     M: gl.constexpr = x.shape[0] * x.shape[1]
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])  # warp, half, row, columns, of four, pair
     return gl.reshape(gl.permute(x, [0, 3, 2, 4, 1, 5]), [M])
@@ -179,7 +168,7 @@ def as_tile(x, N: gl.constexpr):
 
 @gluon.jit
 def slope(p, s, cap):
-    """p times the slope of softcap, if there is one: `s` is a tanh then, and not hidden, since 0 · inf is no number."""
+    """p times the slope of softcap, if there is one: `s` is a tanh then, not hidden, since 0 · inf is no number."""
     if cap is not None:
         p = p * (1.0 - s * s)
     return p
@@ -189,7 +178,7 @@ def slope(p, s, cap):
 def write(
     desc, tile, wide, x, at, row, head, heads, base, dim, PACKED: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a gradient: by TMA from a tile of shared memory, or in fp32 straight to `wide`, a contiguous tensor."""
+    """64 rows of a gradient: by TMA from a tile in shared memory or in fp32 straight to `wide`, which is contiguous."""
     if wide is None:
         tile.reshape([ROWS, DIM]).store(x.to(desc.dtype))
         fence_async_shared()

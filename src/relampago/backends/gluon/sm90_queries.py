@@ -15,18 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from relampago.backends.gluon.channel import channel, receive, release, send
-from relampago.backends.gluon.sm90_forward import (
+from relampago.backends.gluon.sizes import Sides
+from relampago.backends.gluon.sm90_gradients import (
+    ROWS,
+    Size,
     advance,
-    capped,
-    exp2,
     full_range,
-    hide,
-    locate,
-    part_sum,
-    pin,
-    visited,
+    query_tile,
+    row_base,
+    slope,
+    write,
 )
-from relampago.backends.gluon.sm90_gradients import ROWS, plain, row_base, slope, write
+from relampago.backends.gluon.softmax import Seen, capped, exp2, hide, part_sum, pin
 
 
 @gluon.jit
@@ -55,11 +55,8 @@ def produce(
 ):  # fmt: skip
     """One warp: the tile's rows once, then keys and values."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    row_tile, head, q_at, k_at, offset = locate(gl.program_id(0), size, band, extra)
+    head, row_tile, q_at, k_at, _, first, n = query_tile(size, band, extra, 2 * ROWS, BK)
     row = row_tile * (2 * ROWS)
-    first, n = visited(row, q_at.length, k_at.length, offset, band, 2 * ROWS, BK)
-    if PACKED:  # a shorter sequence than the longest has no such tile
-        n = n if row < q_at.length else 1
     g = head // size.group
     k0 = first_keys(row_tile, first, n, band, BK)
     for w in gl.static_range(2):
@@ -78,15 +75,15 @@ def produce(
 
 @gluon.jit
 def differentiate(
-    s, dp, k0, rows, masked, top, delta, len_k, offset, band, cap, factor, S_L: gl.constexpr,
+    s, dp, k0, seen, masked, top, delta, band, cap, factor, S_L: gl.constexpr,
     MASKED: gl.constexpr, ENDS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """dS of a block, [64, BK], from S and from dP, which is still under way, behind LEFT later products."""
     raised = capped(s, cap)
     s = raised
-    if MASKED:
+    if MASKED:  # noqa: SIM102 - one is known when compiled
         if masked:
-            s = hide(s, k0, rows, len_k, offset, band, ENDS, S_L)
+            s = hide(s, k0, seen, band, ENDS, False, S_L)
     p = exp2(s * factor - gl.expand_dims(top, 1))
     p = slope(p, raised, cap)
     if PIN:
@@ -114,18 +111,15 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=Q_L, k_width=2)
-    row_tile, head, q_at, k_at, offset = locate(gl.program_id(0), size, band, extra)
-    row = row_tile * (2 * ROWS)
+    head, row_tile, q_at, k_at, offset, first, n = query_tile(size, band, extra, 2 * ROWS, BK)
     len_k = k_at.length
-    first, n = visited(row, q_at.length, len_k, offset, band, 2 * ROWS, BK)
     base = row_base(q_at, head, size, PACKED)
-    if PACKED:
-        n = n if row < q_at.length else 1
-    row += WG * ROWS
+    row = row_tile * (2 * ROWS) + WG * ROWS
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_L))
     inside = rows < q_at.length
     top = gl.load(tops + base + rows, mask=inside, other=float("inf"))
     delta = gl.load(deltas + base + rows, mask=inside, other=0.0)
+    seen = Seen(rows, len_k, offset, rows, rows)
     start, end = full_range(
         row, row + ROWS - 1, len_k, offset, band.left, band.right, band.prefix
     )  # no mask is needed there
@@ -144,8 +138,7 @@ def consume(
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     masked = (k0 < start) | (k0 + BK > end)
     ds = differentiate(
-        s, dp, k0, rows, masked, top, delta, len_k, offset, band, extra.cap, factor, S_L, MASKED,
-        ENDS, 0, False,
+        s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, 0, False,
     )  # fmt: skip
     release(values, 0)
     ds16 = gl.convert_layout(ds.to(DT), P_L, assert_trivial=True)
@@ -164,8 +157,7 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
         masked = (k0 < start) | (k0 + BK > end)
         ds = differentiate(
-            s, dp, k0, rows, masked, top, delta, len_k, offset, band, extra.cap, factor, S_L,
-            MASKED, ENDS, 1, PIN,
+            s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, 1, PIN,
         )  # fmt: skip
         release(values, stage_v)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -184,25 +176,28 @@ def consume(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "scale", "size", "band", "extra"])
+@gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_queries(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, wide, tops, deltas, factor, scale, size, band, extra,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, wide, tops, deltas, factor, scale, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+   
     BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dQ of 128 rows of a head."""
-    size = plain(size)
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, 2, 1)
     douts = channel(do_desc, 2, 1)
     keys = channel(k_desc, STAGES_K, 2)
     values = channel(v_desc, STAGES_V, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra, 0, BK, D,
-                   E, STAGES_K, STAGES_V, PIN, MASKED, ENDS)),
-        (consume, (queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra, 1, BK, D,
-                   E, STAGES_K, STAGES_V, PIN, MASKED, ENDS)),
+        (consume, (queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra, 0, BK,
+                   D, E, STAGES_K, STAGES_V, PIN, MASKED, ENDS)),
+        (consume, (queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra, 1, BK,
+                   D, E, STAGES_K, STAGES_V, PIN, MASKED, ENDS)),
         (produce, (queries, douts, keys, values, q_desc, do_desc, k_desc, v_desc, size, band, extra, BK, STAGES_K,
                    STAGES_V)),
     ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -3,7 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from relampago.backends.gluon.sm90_gradients import LOG2E, as_tile, plain, row_base, sequence
+from relampago.backends.gluon.sizes import Sides
+from relampago.backends.gluon.sm90_gradients import Size, as_tile, row_base, sequence
+from relampago.backends.gluon.softmax import LOG2E
 
 
 @gluon.constexpr_function
@@ -37,17 +39,21 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
     return base + start + line, inside
 
 
-@gluon.jit(do_not_specialize=["size", "band", "extra"])
+@gluon.jit(do_not_specialize=[*Size._fields, *Sides._fields])
 def prepare(
-    out, dout, lse, dlse, top, delta, sums, out_stride, dout_stride, size, band, extra,
+    out, dout, lse, dlse, top, delta, sums, out_stride, dout_stride, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+   
     R: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
-    DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Where there are sums, their rows are set to 0.
+    DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are
+    set to 0.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
-    size = plain(size)
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
     at, head, row = rows_here(size, band, extra, R)
     if row < (at.length + BQ - 1) // BQ * BQ:  # as far as blocks of rows reach
         o_at, inside = lines(out, out_stride, at, head, row, DIM, R, E, PACKED)
@@ -71,17 +77,22 @@ def prepare(
         if sums is not None:
             flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
             to = gl.cast(row_base(at, head, size, PACKED) + row, gl.int64) * D
-            gl.store(sums + to + gl.arange(0, R * D, layout=flat), gl.zeros([R * D], gl.float32, flat))
+            gl.store(
+                sums + to + gl.arange(0, R * D, layout=flat), gl.zeros([R * D], gl.float32, flat)
+            )
 
 
-@gluon.jit(do_not_specialize=["scale", "size", "band", "extra"])
+@gluon.jit(do_not_specialize=["scale", *Size._fields, *Sides._fields])
 def convert(
-    sums, dq, stride, scale, size, band, extra, R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+    sums, dq, stride, scale, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
     """dQ of R rows from the sums, which lie `as_held` in parts of [64, W], those of the same rows first."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    size = plain(size)
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
     at, head, row = rows_here(size, band, extra, R)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if row < at.length:

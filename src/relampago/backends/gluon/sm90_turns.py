@@ -12,22 +12,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from relampago.backends.gluon.channel import Channel, barriers, channel, receive, release, ring, send
-from relampago.backends.gluon.sm90_forward import advance, capped, exp2
+from relampago.backends.gluon.channel import (
+    Channel,
+    barriers,
+    channel,
+    receive,
+    release,
+    ring,
+    send,
+)
+from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
+    Size,
+    advance,
     as_held,
     first_turn,
     hide_rows,
     key_tile,
     next_rows,
     partly,
-    plain,
     row_base,
     send_rows,
     slope,
     write,
 )
+from relampago.backends.gluon.softmax import capped, exp2
 
 BUFFERS = gl.constexpr(4)
 
@@ -39,7 +49,7 @@ def produce(
 ):  # fmt: skip
     """One warp: the tile's keys and values once, then rows of every head of the group."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, WGS * ROWS)
+    g, k0, q_at, k_at, _, first, n = key_tile(size, band, extra, BQ, WGS * ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     for w in gl.static_range(WGS):
@@ -129,7 +139,7 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         raised = capped(s, extra.cap)
         s = raised
-        if MASKED:
+        if MASKED:  # noqa: SIM102 - one is known when compiled
             if partly(q0, k0, q_at, k_at.length, offset, band, BQ, PACKED):
                 s = hide_rows(
                     s, q0, at_keys, q_at.length, k_at.length, offset, band, ENDS, PACKED, S_L
@@ -172,26 +182,31 @@ def consume(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "scale", "size", "band", "extra"])
+@gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def in_turns(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
-    factor, scale, size, band, extra, WGS: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    factor, scale, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    WGS: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
     E: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64·WGS keys of a kv head, and their part of dQ."""
-    size = plain(size)
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, STAGES, WGS)
     douts = channel(do_desc, STAGES, WGS)
     keys = channel(k_desc, WGS, 1)
     values = channel(v_desc, WGS, 1)
-    tops = gl.allocate_shared_memory(gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout)
+    tops = gl.allocate_shared_memory(
+        gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout
+    )
     deltas = gl.allocate_shared_memory(
         gl.float32, ring(STAGES, delta_desc.block_shape), delta_desc.layout
     )
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BQ], k_desc.dtype)
     places = gl.allocate_shared_memory(k_desc.dtype, [WGS * BUFFERS, ROWS, BQ], DS_L)
-    scores = Channel(places, barriers(BUFFERS, WGS), barriers(BUFFERS, 1))
+    scores = Channel(places, barriers(BUFFERS, WGS), barriers(BUFFERS, 1), places)
     end = barriers(1, WGS)
     fence_async_shared()
     if WGS == 3:

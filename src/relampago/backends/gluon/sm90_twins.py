@@ -19,10 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from relampago.backends.gluon.channel import Channel, barriers, channel, receive, release, ring, send
-from relampago.backends.gluon.sm90_forward import advance, capped, exp2
+from relampago.backends.gluon.channel import (
+    Channel,
+    barriers,
+    channel,
+    receive,
+    release,
+    ring,
+    send,
+)
+from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
+    Size,
+    advance,
     as_held,
     as_tile,
     first_turn,
@@ -30,12 +40,12 @@ from relampago.backends.gluon.sm90_gradients import (
     key_tile,
     next_rows,
     partly,
-    plain,
     row_base,
     send_rows,
     slope,
     write,
 )
+from relampago.backends.gluon.softmax import capped, exp2
 
 
 @gluon.jit
@@ -45,7 +55,7 @@ def produce(
 ):  # fmt: skip
     """One warp: the tile's keys and values once, then rows of every head of the group."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, ROWS)
+    g, k0, q_at, k_at, _, first, n = key_tile(size, band, extra, BQ, ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     send(keys, k_desc, 0, 1, k_at, k0, g, PACKED)
@@ -69,7 +79,7 @@ def recompute(
     """(P, what its twin takes of it) of a block of scores."""
     raised = capped(s, cap)
     s = raised
-    if MASKED:
+    if MASKED:  # noqa: SIM102 - one is known when compiled
         if partly(q0, k0, q_at, len_k, offset, band, s.shape[1], PACKED):
             s = hide_rows(s, q0, at_keys, q_at.length, len_k, offset, band, ENDS, PACKED, S_L)
     p = exp2(s * factor - tops.index(stage).load(S_L))
@@ -182,7 +192,7 @@ def consume_keys(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
-    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, ROWS)
+    g, k0, _, k_at, _, _, n = key_tile(size, band, extra, BQ, ROWS)
     dk = gl.zeros([ROWS, D], gl.float32, K_L)
     v = receive(values, 0, 0, ROWS, E)
 
@@ -237,34 +247,39 @@ def consume_keys(
     write(dk_desc, tile, wide_k, dk * scale, k_at, k0, g, heads, base, size.dim, PACKED, D)
 
 
-@gluon.jit(do_not_specialize=["factor", "scale", "size", "band", "extra"])
+@gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_products(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc,
-    factor, scale, size, band, extra, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    factor, scale, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys of a kv head."""
     SLOTS: gl.constexpr = 2
-    size = plain(size)
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)
     keys = channel(k_desc, 1, 1)
     values = channel(v_desc, 1, 1)
-    tops = gl.allocate_shared_memory(gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout)
+    tops = gl.allocate_shared_memory(
+        gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout
+    )
     deltas = gl.allocate_shared_memory(
         gl.float32, ring(STAGES, delta_desc.block_shape), delta_desc.layout
     )
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     places = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS * BQ], line)
-    handed = Channel(places, barriers(SLOTS, 1), barriers(SLOTS, 1))
+    handed = Channel(places, barriers(SLOTS, 1), barriers(SLOTS, 1), places)
     end = barriers(1, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (consume_values, (queries, douts, keys, values, tops, handed, end.index(0), dv_desc, wide_v, factor, size, band, extra, BQ, D,
-                          E, STAGES, SLOTS, MASKED, ENDS)),
-        (consume_keys, (queries, douts, keys, values, deltas, handed, end.index(0), dk_desc, wide_k, scale, size, band, extra, BQ, D,
-                        E, STAGES, SLOTS, AHEAD)),
+        (consume_values, (queries, douts, keys, values, tops, handed, end.index(0), dv_desc, wide_v, factor, size,
+                          band, extra, BQ, D, E, STAGES, SLOTS, MASKED, ENDS)),
+        (consume_keys, (queries, douts, keys, values, deltas, handed, end.index(0), dk_desc, wide_k, scale, size, band,
+                        extra, BQ, D, E, STAGES, SLOTS, AHEAD)),
         (produce, (queries, douts, keys, values, tops, deltas, q_desc, do_desc, k_desc, v_desc, top_desc, delta_desc,
                    size, band, extra, BQ, STAGES)),
     ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
