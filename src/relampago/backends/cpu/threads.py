@@ -53,6 +53,7 @@ def _start(size: int) -> ThreadPoolExecutor:
     ready = threading.Barrier(size + 1)
 
     def begin() -> None:
+        torch.get_num_threads()  # a thread's first question resets its number to the process's: ask before setting it
         torch.set_num_threads(1)
         ready.wait()
 
