@@ -99,7 +99,7 @@ def differentiate(
     whole = task.heads
     groups = [whole._replace(r0=r, r1=r + 1) for r in range(x.group)] if per_head else [whole]
     slab = Slab(x, whole)
-    g, len_k = slab.k.shape[1], slab.k.shape[0]
+    g, len_k = slab.k.shape[:2]
     dk = torch.zeros(g, len_k, slab.k.shape[2], dtype=slab.dtype)
     dv = torch.zeros(g, len_k, slab.v.shape[2], dtype=slab.dtype)
     for heads in groups:

@@ -36,31 +36,44 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
         out[int(x.cu_q[-1]) :] = 0
         lse[:, int(x.cu_q[-1]) :] = -math.inf
     tasks = sorted(cut(x, plan), key=lambda task: -task.p1)  # under causal, heaviest first
+    slabs: dict[Heads, Slab] = {}
+
+    def work(task: Task) -> None:
+        slab = slabs.get(task.heads) or slabs.setdefault(task.heads, Slab(x, task.heads))
+        attend(Tile(slab, task.p0, task.p1), plan, out, lse)
+
     with fast_fp32(worth_fast(x)):
-        threads.run(lambda task: attend(x, plan, task, out, lse), tasks)
+        threads.run(work, tasks)
     return out, lse
 
 
-def attend(x: Arrays, plan: Plan, task: Task, out: Tensor, lse: Tensor) -> None:
+def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
     """One tile: Algorithm 1, lines 4 to 15."""
-    slab = Slab(x, task.heads)
-    tile = Tile(slab, task.p0, task.p1)
+    slab = tile.slab
     q = tile.queries()  # [g, l·R, D]
     m = q.new_full((*q.shape[:2], 1), -math.inf)
     l = torch.zeros_like(m)
+    small = tile.small(q)  # then m stays 0
+    if small:
+        m.zero_()
     acc = None
     for panel in tile.panels(plan.block_k):  # line 6
         k, v = slab.take("k", slab.k, panel), slab.take("v", slab.v, panel)
         s = tile.scores(q, k, panel)  # line 8
-        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        shift = finite(m_new)
-        p = tile.power_(s.sub_(shift))
-        alpha = tile.power_(m - shift)
-        l = l * alpha + p.sum(-1, keepdim=True)  # line 9
+        if not small:
+            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+            shift = finite(m_new)
+            s.sub_(shift)
+            if acc is not None:
+                alpha = tile.power_(m - shift)
+                l.mul_(alpha)
+                acc.mul_(alpha)
+            m = m_new
+        p = tile.power_(s)
+        l += p.sum(-1, keepdim=True)  # line 9
         if (keep := tile.kept(panel)) is not None:
             p.mul_(keep)
-        acc = torch.bmm(p, v) if acc is None else acc.mul_(alpha).baddbmm_(p, v)  # line 10
-        m = m_new
+        acc = torch.bmm(p, v) if acc is None else acc.baddbmm_(p, v)  # line 10
     if (sink := tile.sink()) is not None:  # one more score, with no value
         m_new = torch.maximum(m, sink)
         alpha = tile.power_(m - m_new)
@@ -71,7 +84,7 @@ def attend(x: Arrays, plan: Plan, task: Task, out: Tensor, lse: Tensor) -> None:
         acc = q.new_zeros(*q.shape[:2], slab.v.shape[-1])
     tile.unpack(acc.div_(torch.where(l == 0, 1.0, l)), slab.queries_of(out))  # line 12
     total = (m + l.log2()) * LN2 if slab.base2 else m + l.log()  # line 13
-    target = slab.lse_of(lse)[:, :, task.p0 : task.p1]
+    target = slab.lse_of(lse)[:, :, tile.p0 : tile.p1]
     target.copy_(total.view(tile.shape).transpose(1, 2))
 
 

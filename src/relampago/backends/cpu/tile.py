@@ -23,13 +23,15 @@ from relampago.problem import Arrays, accumulate_dtype
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+SMALL = 60.0  # 2**±60 times 2**60 keys stay within fp32
 
 
 class _Buffers(threading.local):
-    """A thread's buffers by name and dtype."""
+    """A thread's buffers by name and dtype, and the view of each that was asked for last."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.last: dict[tuple[str, torch.dtype], Tensor] = {}
 
 
 _scratch = _Buffers()
@@ -60,13 +62,20 @@ class Slab:
     def __init__(self, x: Arrays, heads: Heads) -> None:
         self.x, self.heads = x, heads
         self.rows, self.cols, self.band = x.rows(heads.b), x.keys(heads.b), x.band_of(heads.b)
-        self.k = x.k[..., heads.g0 : heads.g1, :][self.cols]  # [Lk, g, D]
-        self.v = x.v[..., heads.g0 : heads.g1, :][self.cols]  # [Lk, g, E]
+        self.k = x.k[..., heads.g0 : heads.g1, :][self.cols].transpose(0, 1)  # [g, Lk, D]
+        self.v = x.v[..., heads.g0 : heads.g1, :][self.cols].transpose(0, 1)  # [g, Lk, E]
         self.q = self.queries_of(x.q)  # [Lq, g, R, D]
         self.dtype = accumulate_dtype(x.q.dtype)
         # Base 2 needs one multiplication less per element; with mods or a bias scores stay natural, since a bias of
         # finfo.min times log2(e) would no longer be finite.
         self.base2 = not x.mods and x.bias is None
+        self._longest_key: float | None = None
+
+    def longest_key(self) -> float:
+        """The Euclidean length of the longest key; measured once."""
+        if self._longest_key is None:
+            self._longest_key = largest_norm(self.k)
+        return self._longest_key
 
     def queries_of(self, t: Tensor) -> Tensor:
         """The task's rows and heads of a tensor laid out like q: a view [Lq, g, R, …]."""
@@ -82,7 +91,7 @@ class Slab:
     def take(self, name: str, t: Tensor, panel: Panel, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of a panel, [g, n, D], in the accumulation dtype or another; copied if products gain by it."""
         dtype = dtype or self.dtype
-        part = t[panel.keys].transpose(0, 1)
+        part = t[:, panel.keys]
         if part.dtype == dtype and (part.is_contiguous() or self.q.shape[0] * self.q.shape[2] < 64):
             return part
         return scratch(name, part.shape, dtype).copy_(part)
@@ -120,6 +129,16 @@ class Tile:
         """Scaled queries [g, l·R, D]; their products with keys are scores, in base 2 where the slab says so."""
         return self.pack(self.slab.q) * (self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0))
 
+    def small(self, q: Tensor) -> bool:
+        """Whether no score, in base 2, is beyond ±SMALL: |q·k| <= |q| |k| (Cauchy and Schwarz).
+
+        Their powers neither overflow nor vanish in fp32, so the softmax needs no maximum. False for inf and NaN.
+        """
+        x = self.slab.x
+        if not self.slab.base2 or x.sinks is not None:
+            return False
+        return largest_norm(q) * self.slab.longest_key() <= SMALL
+
     def panels(self, size: int) -> Iterator[Panel]:
         """The keys that some row sees, at most `size` at a time."""
         slab, x = self.slab, self.slab.x
@@ -142,7 +161,7 @@ class Tile:
 
     def bounds(self) -> tuple[int, int, int, int]:
         """Keys [start, end) that some row sees and [full_start, full_end) that every row sees."""
-        band, len_k = self.slab.band, self.slab.k.shape[0]
+        band, len_k = self.slab.band, self.slab.k.shape[1]
         sides = (band.offset, band.left, band.right, band.prefix)
         start, end = key_range(self.p0, self.p1 - 1, len_k, *sides)
         full_start, full_end = full_range(self.p0, self.p1 - 1, len_k, *sides)
@@ -175,7 +194,7 @@ class Tile:
         tiles = blocks.tiles[which.clamp(min=0)] | (which < 0).view(-1, 1, 1)  # [count, BQ, BK]
         keys = (index[:, None] * block_k + torch.arange(block_k)).flatten().long()
         seen = tiles.transpose(0, 1).flatten(1)[self.p0 - i * block_q : self.p1 - i * block_q]
-        inside = keys < slab.k.shape[0]
+        inside = keys < slab.k.shape[1]
         return keys[inside], seen[:, inside]
 
     def scores(
@@ -187,6 +206,8 @@ class Tile:
         x = self.slab.x
         if x.mods:
             s = self.modified(s, panel, steps)
+        if x.bias is None and x.mask is None and panel.pattern is None and not panel.edges:
+            return s
         grid = s.view(*self.shape, panel.size)  # [g, l, R, n]
         if x.bias is not None:
             grid += self.part(x.bias, panel)
@@ -311,6 +332,13 @@ def triangle(rows: int, cols: int, low: int | None, high: int | None, dtype: tor
     return torch.zeros(rows, cols, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
+def largest_norm(t: Tensor) -> float:
+    """The greatest Euclidean length of rows [..., D], in fp32 or better; 0 without rows."""
+    if t.numel() == 0:
+        return 0.0
+    return torch.linalg.vector_norm(t, dim=-1, dtype=accumulate_dtype(t.dtype)).amax().item()
+
+
 def columns(panel: Panel) -> Tensor:
     """The panel's keys [n]."""
     if isinstance(panel.keys, slice):
@@ -320,9 +348,13 @@ def columns(panel: Panel) -> Tensor:
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A buffer of this thread, reused from tile to tile: fresh memory costs a page fault every 4 KiB."""
+    last = _scratch.last.get((name, dtype))
+    if last is not None and last.shape == shape:
+        return last
     size = math.prod(shape)
     buffer = _scratch.held.get((name, dtype))
     if buffer is None or buffer.numel() < size:
         buffer = torch.empty(size, dtype=dtype)
         _scratch.held[name, dtype] = buffer
-    return buffer[:size].view(shape)
+    last = _scratch.last[name, dtype] = buffer[:size].view(shape)
+    return last
