@@ -6,8 +6,10 @@ makes an engine ten times slower as soon as a neighbour takes a core (shared/res
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,19 +25,32 @@ _size = 0
 
 def run(fn: Callable[[Task], None], tasks: Iterable[Task], *, serial: bool = False) -> None:
     """Call fn on every task, on as many threads as torch uses; in order and on this thread if serial."""
-    tasks = list(tasks)
+    waiting = deque(tasks)
     workers = torch.get_num_threads()
-    if serial or workers == 1 or len(tasks) < 2:
-        for task in tasks:
+    if serial or workers == 1 or len(waiting) < 2:
+        for task in waiting:
             fn(task)
         return
 
-    def quietly(task: Task) -> None:
-        with torch.no_grad():  # grad mode belongs to a thread
-            fn(task)
+    def work() -> None:
+        with torch.no_grad(), contextlib.suppress(_Empty):  # grad mode belongs to a thread
+            while True:
+                fn(_next(waiting))
 
-    for _ in _workers(workers).map(quietly, tasks):
-        pass
+    pool = _workers(workers)
+    for share in [pool.submit(work) for _ in range(min(workers, len(waiting)))]:
+        share.result()
+
+
+class _Empty(Exception):
+    """No task is left."""
+
+
+def _next(waiting: deque[Task]) -> Task:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        raise _Empty from None
 
 
 def _workers(size: int) -> ThreadPoolExecutor:

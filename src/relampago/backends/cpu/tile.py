@@ -23,6 +23,8 @@ from relampago.problem import Arrays, accumulate_dtype
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+SCORES = 2**20  # held by a thread at a time: fewer, and calls cost more than work; more, and caches overflow
+KEPT = 2**19  # elements of keys that a slab may copy as a whole
 SMALL = 60.0  # 2**±60 times 2**60 keys stay within fp32
 
 
@@ -70,6 +72,7 @@ class Slab:
         # finfo.min times log2(e) would no longer be finite.
         self.base2 = not x.mods and x.bias is None
         self._longest_key: float | None = None
+        self._whole: dict[str, Tensor] = {}  # keys and values as products want them, if that is not much
 
     def longest_key(self) -> float:
         """The Euclidean length of the longest key; measured once."""
@@ -91,9 +94,15 @@ class Slab:
     def take(self, name: str, t: Tensor, panel: Panel, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of a panel, [g, n, D], in the accumulation dtype or another; copied if products gain by it."""
         dtype = dtype or self.dtype
+        few = self.q.shape[0] * self.q.shape[2] < 64
+        if t.dtype == dtype and (few or t.is_contiguous()):
+            return t[:, panel.keys]
+        if not few and t.numel() <= KEPT:
+            if name not in self._whole:
+                self._whole[name] = torch.empty(t.shape, dtype=dtype).copy_(t)
+            whole = self._whole[name]
+            return whole if panel.size == whole.shape[1] and isinstance(panel.keys, slice) else whole[:, panel.keys]
         part = t[:, panel.keys]
-        if part.dtype == dtype and (part.is_contiguous() or self.q.shape[0] * self.q.shape[2] < 64):
-            return part
         return scratch(name, part.shape, dtype).copy_(part)
 
     def heads_of(self, t: Tensor) -> Tensor:
@@ -125,9 +134,21 @@ class Tile:
         """This tile's rows of a view [g, R, Lq] as [g, l·R, 1]."""
         return lse[:, :, self.p0 : self.p1].transpose(1, 2).reshape(self.g, -1, 1)
 
+    def divide(self, acc: Tensor, l: Tensor, into: Tensor) -> None:
+        """Write packed rows acc / l, [g, l·R, D] and [g, l·R, 1], to a view [Lq, g, R, D]."""
+        rows = into[self.p0 : self.p1].transpose(0, 1)  # [g, l, R, D]
+        torch.div(acc.view(rows.shape), l.view(*self.shape, 1), out=rows)
+
     def queries(self) -> Tensor:
         """Scaled queries [g, l·R, D]; their products with keys are scores, in base 2 where the slab says so."""
-        return self.pack(self.slab.q) * (self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0))
+        scale = self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0)
+        rows = self.slab.q[self.p0 : self.p1].transpose(0, 1)  # [g, l, R, D]
+        packed = scratch("q", rows.shape, self.slab.dtype)
+        if rows.dtype == packed.dtype:
+            torch.mul(rows, scale, out=packed)
+        else:
+            packed.copy_(rows).mul_(scale)
+        return packed.view(self.g, -1, rows.shape[3])
 
     def small(self, q: Tensor) -> bool:
         """Whether no score, in base 2, is beyond ±SMALL: |q·k| <= |q| |k| (Cauchy and Schwarz).
