@@ -39,7 +39,7 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if x.cu_q is not None:  # rows that belong to no sequence
         out[int(x.cu_q[-1]) :] = 0
         lse[:, int(x.cu_q[-1]) :] = -math.inf
-    tasks = sorted(cut(x, plan), key=lambda task: -task.p1)  # under causal, heaviest first
+    tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))  # causal: a light one last
     slabs: dict[Heads, Slab] = {}
 
     def work(task: Task) -> None:

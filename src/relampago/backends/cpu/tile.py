@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from relampago.problem import Arrays, accumulate_dtype
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 SCORES = 2**20  # held by a thread at a time: fewer, and calls cost more than work; more, and caches overflow
-KEPT = 2**19  # elements of keys that a slab may copy as a whole
+KEPT = 2**19  # elements of keys or values that a thread copies as a whole, for all tiles of their heads
 SMALL = 60.0  # 2**±60 times 2**60 keys stay within fp32
 
 
@@ -34,6 +35,7 @@ class _Buffers(threading.local):
     def __init__(self) -> None:
         self.held: dict[tuple[str, torch.dtype], Tensor] = {}
         self.last: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.owner: dict[tuple[str, torch.dtype], weakref.ref[Slab]] = {}  # whose keys it holds
 
 
 _scratch = _Buffers()
@@ -72,7 +74,6 @@ class Slab:
         # finfo.min times log2(e) would no longer be finite.
         self.base2 = not x.mods and x.bias is None
         self._longest_key: float | None = None
-        self._whole: dict[str, Tensor] = {}  # keys and values as products want them, if that is not much
 
     def longest_key(self) -> float:
         """The Euclidean length of the longest key; measured once."""
@@ -97,13 +98,15 @@ class Slab:
         few = self.q.shape[0] * self.q.shape[2] < 64
         if t.dtype == dtype and (few or t.is_contiguous()):
             return t[:, panel.keys]
-        if not few and t.numel() <= KEPT:
-            if name not in self._whole:
-                self._whole[name] = torch.empty(t.shape, dtype=dtype).copy_(t)
-            whole = self._whole[name]
-            return whole if panel.size == whole.shape[1] and isinstance(panel.keys, slice) else whole[:, panel.keys]
-        part = t[:, panel.keys]
-        return scratch(name, part.shape, dtype).copy_(part)
+        if few or t.numel() > KEPT or not (t.shape[0] == 1 or panel.size == t.shape[1]):
+            part = t[:, panel.keys]
+            return scratch(name, part.shape, dtype).copy_(part)
+        whole = scratch(f"whole {name}", t.shape, dtype)
+        owner = _scratch.owner.get((name, dtype))
+        if owner is None or owner() is not self:
+            _scratch.owner[name, dtype] = weakref.ref(self)
+            whole.copy_(t)
+        return whole if panel.size == t.shape[1] else whole[:, panel.keys]
 
     def heads_of(self, t: Tensor) -> Tensor:
         """The task's sequence and heads of what broadcasts to (B, H, Lq, Lk): a view [g or 1, R or 1, Lq, Lk]."""
@@ -357,7 +360,12 @@ def largest_norm(t: Tensor) -> float:
     """The greatest Euclidean length of rows [..., D], in fp32 or better; 0 without rows."""
     if t.numel() == 0:
         return 0.0
-    return torch.linalg.vector_norm(t, dim=-1, dtype=accumulate_dtype(t.dtype)).amax().item()
+    squares = scratch("scores", t.shape, accumulate_dtype(t.dtype))
+    if t.dtype == squares.dtype:
+        torch.mul(t, t, out=squares)
+    else:
+        squares.copy_(t).square_()
+    return math.sqrt(squares.sum(-1).amax().item())
 
 
 def columns(panel: Panel) -> Tensor:
