@@ -13,10 +13,9 @@ from torch import Tensor
 
 from relampago.backends.cpu import threads
 from relampago.backends.cpu.precision import fast_fp32
-from relampago.backends.cpu.tile import LN2, SCORES, Heads, Slab, Tile, scratch
+from relampago.backends.cpu.tile import FEW, HELD, LN2, SCORES, Heads, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, accumulate_dtype
-
 
 # Less than any sum of weights but 0: a row that sees no key gives 0 / TINY.
 TINY = 2.0**-120
@@ -39,7 +38,9 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if x.cu_q is not None:  # rows that belong to no sequence
         out[int(x.cu_q[-1]) :] = 0
         lse[:, int(x.cu_q[-1]) :] = -math.inf
-    tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))  # causal: a light one last
+    tasks = sorted(
+        cut(x, plan), key=lambda task: (task.heads, -task.p1)
+    )  # causal: a light one last
     slabs: dict[Heads, Slab] = {}
 
     def work(task: Task) -> None:
@@ -113,7 +114,7 @@ def finite(m: Tensor) -> Tensor:
 
 def worth_fast(x: Arrays) -> bool:
     """The fast fp32 product loses on few rows, as in decoding."""
-    return x.len_q * x.group >= 64 and x.q.dtype != torch.float64
+    return x.len_q * x.group >= FEW and x.q.dtype != torch.float64
 
 
 def cut(x: Arrays, plan: Plan) -> list[Task]:
@@ -142,6 +143,10 @@ def head_ranges(x: Arrays, b: int, len_q: int, len_k: int, plan: Plan) -> list[H
     workers = torch.get_num_threads()
     cells = min(len_q * x.group, plan.block_q) * min(len_k, plan.block_k)
     fit = max(SCORES, plan.block_q * plan.block_k) // max(1, cells)
-    share = -(-kv_heads * x.batch // workers)  # leave every thread something to do
-    step = max(1, min(fit, share, kv_heads))
+    # Leave every thread something to do; but few rows make few large operators, whose work torch's own threads share.
+    few = len_q * x.group < FEW
+    share = kv_heads if few else -(-kv_heads * x.batch // workers)
+    reach = len_k if x.band_of(b).left is None else min(len_k, plan.block_k)
+    hold = kv_heads if few else HELD // max(1, reach * max(x.k.shape[-1], x.v.shape[-1]))
+    step = max(1, min(fit, share, hold, kv_heads))
     return [Heads(b, g, min(g + step, kv_heads), 0, x.group) for g in range(0, kv_heads, step)]

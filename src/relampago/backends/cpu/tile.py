@@ -24,8 +24,14 @@ from relampago.problem import Arrays, accumulate_dtype
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-SCORES = 2**20  # held by a thread at a time: fewer, and calls cost more than work; more, and caches overflow
-KEPT = 2**19  # elements of keys or values that a thread copies as a whole, for all tiles of their heads
+SCORES = (
+    2**20
+)  # held by a thread at a time: fewer, and calls cost more than work; more, and caches overflow
+KEPT = (
+    2**19
+)  # elements of keys or values that a thread copies as a whole, for all tiles of their heads
+HELD = 2**20  # elements of keys or values in the heads of one task
+FEW = 64  # rows of a kv head with which reading keys, and not products, takes the time: decoding
 SMALL = 60.0  # 2**±60 times 2**60 keys stay within fp32
 
 
@@ -95,9 +101,14 @@ class Slab:
     def take(self, name: str, t: Tensor, panel: Panel, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of a panel, [g, n, D], in the accumulation dtype or another; copied if products gain by it."""
         dtype = dtype or self.dtype
-        few = self.q.shape[0] * self.q.shape[2] < 64
+        few = self.q.shape[0] * self.q.shape[2] < FEW
         if t.dtype == dtype and (few or t.is_contiguous()):
             return t[:, panel.keys]
+        if few and isinstance(
+            panel.keys, slice
+        ):  # heads stay where they are: memory is read in order
+            rows = t.transpose(0, 1)[panel.keys]
+            return scratch(name, rows.shape, dtype).copy_(rows).transpose(0, 1)
         if few or t.numel() > KEPT or not (t.shape[0] == 1 or panel.size == t.shape[1]):
             part = t[:, panel.keys]
             return scratch(name, part.shape, dtype).copy_(part)
@@ -159,7 +170,10 @@ class Tile:
         Their powers neither overflow nor vanish in fp32, so the softmax needs no maximum. False for inf and NaN.
         """
         x = self.slab.x
-        if not self.slab.base2 or x.sinks is not None:
+        few = (
+            self.slab.q.shape[0] * self.group < FEW
+        )  # reading all keys to save a maximum would not pay
+        if few or not self.slab.base2 or x.sinks is not None:
             return False
         return largest_norm(q) * self.slab.longest_key() <= SMALL
 
@@ -357,15 +371,19 @@ def triangle(rows: int, cols: int, low: int | None, high: int | None, dtype: tor
 
 
 def largest_norm(t: Tensor) -> float:
-    """The greatest Euclidean length of rows [..., D], in fp32 or better; 0 without rows."""
+    """The greatest Euclidean length of rows [g, n, D], in fp32 or better; 0 without rows."""
     if t.numel() == 0:
         return 0.0
-    squares = scratch("scores", t.shape, accumulate_dtype(t.dtype))
-    if t.dtype == squares.dtype:
-        torch.mul(t, t, out=squares)
-    else:
-        squares.copy_(t).square_()
-    return math.sqrt(squares.sum(-1).amax().item())
+    longest = 0.0
+    for part in t.split(max(1, SCORES // (4 * t.shape[0] * t.shape[2])), dim=1):
+        squares = scratch("scores", part.shape, accumulate_dtype(t.dtype))
+        if t.dtype == squares.dtype:
+            torch.mul(part, part, out=squares)
+        else:
+            squares.copy_(part).square_()
+        length = squares.sum(-1).amax().item()
+        longest = length if not length <= longest else longest  # so that NaN wins
+    return math.sqrt(longest)
 
 
 def columns(panel: Panel) -> Tensor:
