@@ -1,9 +1,9 @@
 """How time is measured: side by side in one run, in alternating order, after a warm-up; the median and the spread.
 
 On a CPU the wall clock, after a pause: torch's OpenMP threads spin for some 10 ms after a parallel region, and would
-take a core from whoever comes next. A call much shorter than a millisecond is repeated until it fills one. On a GPU a pair of CUDA
-events around each call, after the L2 cache has been overwritten: the overwriting also keeps the GPU busy while the
-host launches, so that launch time does not count.
+take a core from whoever comes next. A call much shorter than a millisecond is repeated until it fills one. On a GPU a
+pair of CUDA events around each call, after the L2 cache has been overwritten: the overwriting also keeps the GPU busy
+while the host launches, so that launch time does not count.
 """
 
 from __future__ import annotations
