@@ -38,9 +38,8 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if x.cu_q is not None:  # rows that belong to no sequence
         out[int(x.cu_q[-1]) :] = 0
         lse[:, int(x.cu_q[-1]) :] = -math.inf
-    tasks = sorted(
-        cut(x, plan), key=lambda task: (task.heads, -task.p1)
-    )  # causal: a light one last
+    # Head by head, since a thread keeps a head's keys; heaviest first, so that under causal a light one comes last.
+    tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))
     slabs: dict[Heads, Slab] = {}
 
     def work(task: Task) -> None:

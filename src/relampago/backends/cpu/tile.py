@@ -32,7 +32,7 @@ KEPT = (
 )  # elements of keys or values that a thread copies as a whole, for all tiles of their heads
 HELD = 2**20  # elements of keys or values in the heads of one task
 FEW = 64  # rows of a kv head with which reading keys, and not products, takes the time: decoding
-SMALL = 60.0  # 2**±60 times 2**60 keys stay within fp32
+SMALL = 40.0  # 2**40 times 2**17 keys times values of up to 2**70 stays within fp32
 
 
 class _Buffers(threading.local):
@@ -104,9 +104,8 @@ class Slab:
         few = self.q.shape[0] * self.q.shape[2] < FEW
         if t.dtype == dtype and (few or t.is_contiguous()):
             return t[:, panel.keys]
-        if few and isinstance(
-            panel.keys, slice
-        ):  # heads stay where they are: memory is read in order
+        if few and isinstance(panel.keys, slice):
+            # heads stay where they are: memory is read in order
             rows = t.transpose(0, 1)[panel.keys]
             return scratch(name, rows.shape, dtype).copy_(rows).transpose(0, 1)
         if few or t.numel() > KEPT or not (t.shape[0] == 1 or panel.size == t.shape[1]):
@@ -381,8 +380,9 @@ def largest_norm(t: Tensor) -> float:
             torch.mul(part, part, out=squares)
         else:
             squares.copy_(part).square_()
-        length = squares.sum(-1).amax().item()
-        longest = length if not length <= longest else longest  # so that NaN wins
+        longest = max(longest, length := squares.sum(-1).amax().item())
+        if not math.isfinite(length):
+            return length
     return math.sqrt(longest)
 
 
