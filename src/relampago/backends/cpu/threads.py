@@ -1,7 +1,7 @@
 """Tasks over threads: one Python thread per core, each with single-threaded torch operators.
 
 One parallel region per call, and not one per operator: tiles are small, and a barrier after each of many operators
-makes an engine ten times slower as soon as a neighbour takes a core (shared/research/cpu.md, section 4d).
+makes an engine ten times slower as soon as a neighbour takes a core (benchmarks/notes/cpu.md, entry 12).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -38,7 +38,12 @@ def run(fn: Callable[[Task], None], tasks: Iterable[Task], *, serial: bool = Fal
                 fn(_next(waiting))
 
     pool = _workers(workers)
-    for share in [pool.submit(work) for _ in range(min(workers, len(waiting)))]:
+    shares = [pool.submit(work) for _ in range(min(workers, len(waiting)))]
+    try:
+        wait(shares)  # all, since they write to what the caller holds
+    finally:
+        waiting.clear()  # an interrupt leaves no work behind
+    for share in shares:
         share.result()
 
 
