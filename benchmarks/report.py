@@ -50,61 +50,57 @@ def cpu() -> str:
     facts = data["machine"]
     note = (
         f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}; speed relative to "
-        "`F.scaled_dot_product_attention`, medians in alternating order (`cpu/bench.json`)."
+        "`F.scaled_dot_product_attention`, medians in alternating order, each sample after a pause in which torch's "
+        f"OpenMP threads stop spinning{at_priority(data)} (`cpu/bench.json`)."
     )
     head = ["CPU, 8 heads", "fp32 forward", "fp32 fwd+bwd", "bf16 forward", "bf16 fwd+bwd"]
     return markdown("CPU: speed against SDPA", head, rows, note)
 
 
-# The table's plans (block_q, block_k, warps, stages) in the sweep; the times of the backward's kernels add up.
-FORWARD = {64: [64, 128, 4, 3], 128: [128, 128, 8, 3], 256: [128, 64, 8, 2]}
-BACKWARD = {
-    (64, False): {"fusedtma": [64, 64, 4, 3]},
-    (64, True): {"dkdv": [64, 64, 4, 3], "dq": [64, 64, 4, 3]},
-    (128, False): {"dkdv": [64, 128, 8, 3], "dq": [128, 64, 8, 3]},
-    (128, True): {"dkdv": [64, 128, 8, 3], "dq": [128, 64, 8, 3]},
-    (256, False): {"dkdvtma": [32, 64, 8, 2], "dqtma": [128, 32, 8, 3]},
-}
+def at_priority(data: Any) -> str:
+    """How the process was kept from its neighbours, if it was."""
+    real_time = data.get("protocol", {}).get("real_time_priority")
+    return ", at real-time priority on a shared machine" if real_time else ""
 
 
 def triton() -> str:
-    """The portable kernels on the H200, beside SDPA's backends in the same run of the sweep."""
-    data = load("h200/triton-sweep.json")
-    peers: dict[tuple[int, int, bool], dict[str, tuple[float, float]]] = {}
-    ours: dict[tuple[int, bool, str, tuple[int, ...]], tuple[int, float, float]] = {}
-    for run, kind, dim, is_causal, *rest in data["rows"]:
-        if kind in ("flash", "cudnn"):
-            peers.setdefault((run, dim, is_causal), {})[kind] = (rest[0], rest[1])
-        else:  # the last run that measured it
-            ours[dim, is_causal, kind, tuple(rest[0])] = (run, rest[1], rest[2])
+    """The portable kernels on the H200 through the public API, beside SDPA's backends in the same run."""
+    data = load("h200/triton.json")
     rows = []
-    for dim in (64, 128, 256):
-        for is_causal in (False, True):
-            cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
-            run, rate, _ = ours.get((dim, is_causal, "tma", tuple(FORWARD[dim])), (0, 0.0, 0.0))
-            cells += _beside(rate, peers.get((run, dim, is_causal), {}), 0)
-            parts = [
-                ours[dim, is_causal, kind, tuple(plan)]
-                for kind, plan in BACKWARD.get((dim, is_causal), {}).items()
-            ]
-            flops = 2.5 * 4 * 16384**2 * 2048 / (2 if is_causal else 1)
-            rate = flops / sum(ms for *_, ms in parts) / 1e9 if parts else 0.0
-            cells += _beside(rate, peers.get((parts[0][0], dim, is_causal), {}) if parts else {}, 1)
+    for row in data["rows"]:
+        if row["what"] == "16k":
+            cells = [f"d {row['dim']} {'causal' if row['causal'] else 'full'}"]
+            for rates in (row["forward"], row["backward"]):
+                cells += [f"{rates[name]:.0f}" for name in ("triton", "flash", "cudnn")]
+                cells.append(f"{rates['triton'] / rates['flash']:.2f}×")
             rows.append(cells)
+    rows.sort(key=lambda cells: int(cells[0].split()[1]))
+    missing = [
+        d for d in (64, 128, 256) if not any(cells[0].startswith(f"d {d} ") for cells in rows)
+    ]
     head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
     note = (
-        f"{data['machine']}, bf16, 16k tokens, heads = 2048 / d, {data['date']}; FA2 and cuDNN are SDPA's backends "
-        "in the same run; backward: the kernels' times added up; – not measured (`h200/triton-sweep.json`)."
-    )
+        f"{data['machine']}, torch {data['torch']}, Triton {data['triton']}, bf16, 16k tokens, heads = 2048 / d, "
+        f"{data['date']}; FA2, cuDNN: SDPA's, in the same run (`h200/triton.json`).{_others(data['rows'])}"
+    ) + "".join(f" d {d} was not reached in this run." for d in missing)
     return markdown("Portable Triton kernels on the H200", head, rows, note)
 
 
-def _beside(rate: float, peers: dict[str, tuple[float, float]], direction: int) -> list[str]:
-    """Our rate, FA2's, cuDNN's and the ratio to FA2."""
-    if not rate:
-        return ["–"] * 4
-    flash, cudnn = peers["flash"][direction], peers["cudnn"][direction]
-    return [f"{rate:.0f}", f"{flash:.0f}", f"{cudnn:.0f}", f"{rate / flash:.2f}×"]
+def _others(rows: list[dict[str, Any]]) -> str:
+    """Window, memory and host time in a sentence each."""
+    found = {row["what"]: row for row in rows}
+    peaks = [row for row in rows if row["what"] == "memory"]
+    host = {row["call"]: row["microseconds"] for row in rows if row["what"] == "host"}
+    text = ""
+    if window := found.get("window 1024 at 32k"):
+        text += f" Window 1024 at 32k: {window['ratio']:.1f}× faster than full causal."
+    if peaks:
+        sizes = ", ".join(f"{row['mib']:.0f} MiB at {row['length'] // 1024}k" for row in peaks)
+        text += f" Peak memory of forward and backward beyond the inputs, 8 heads, d 64: {sizes}."
+    if host:
+        calls = ", ".join(f"{name} {us:.0f}" for name, us in host.items())
+        text += f" Host time of a warm call in µs: {calls}."
+    return text
 
 
 def decode() -> str:
@@ -169,7 +165,7 @@ def gluon() -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cpu": ("cpu/bench.json", cpu),
-    "triton": ("h200/triton-sweep.json", triton),
+    "triton": ("h200/triton.json", triton),
     "decode": ("h200/decode-sweep.json", decode),
     "gluon": ("h200/gluon-sweep.json", gluon),
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from relampago.backends import Backend
 from relampago.errors import InvalidInput
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
@@ -46,7 +47,7 @@ forward_op = torch.ops.relampago.forward.default
 backward_op = torch.ops.relampago.backward.default
 
 
-def _gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
+def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
     """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
     (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, blocks, mod_args, sizes,
      text) = args  # fmt: skip
@@ -82,13 +83,13 @@ def problem_of(
     call: tuple[Any, ...], device: Device | None = None, wanted: Wanted | None = None
 ) -> Problem:
     """The problem that the op's arguments amount to: the backward one if gradients are wanted."""
-    x, facts = _gather(call)
+    x, facts = gather(call)
     return describe(x, facts, wanted=wanted, device=device)
 
 
 def arrays_of(call: tuple[Any, ...]) -> Arrays:
     """The op's arguments as a backend gets them."""
-    return _gather(call)[0]
+    return gather(call)[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,12 +98,17 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-@torch.library.impl(library, "forward", "CompositeExplicitAutograd")
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    x, facts = _gather(args)
+def decide(x: Arrays, facts: Facts) -> tuple[Problem, Backend, Plan]:
+    """What a forward asks of which backend, and its plan."""
     _check_cu_seqlens(x)
     problem = describe(x, facts)
-    backend, plan = _decide(problem, facts.backend, facts.plan)
+    return problem, *_decide(problem, facts.backend, facts.plan)
+
+
+@torch.library.impl(library, "forward", "CompositeExplicitAutograd")
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    x, facts = gather(args)
+    problem, backend, plan = decide(x, facts)
     out, lse = backend.forward(problem, plan, x)
     return out.to(x.out_dtype), lse
 
@@ -111,7 +117,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
-    x, facts = _gather(args)
+    x, facts = gather(args)
     wish = Wanted(*wanted)
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
@@ -153,7 +159,7 @@ def _check_cu_seqlens(x: Arrays) -> None:
 
 @torch.library.register_fake("relampago::forward", lib=library)
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    x, _ = _gather(args)
+    x, _ = gather(args)
     out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.out_dtype)
     if x.cu_q is None:
         shape = (x.q.shape[0], x.q.shape[2], x.q.shape[1])
@@ -166,7 +172,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
-    x, _ = _gather(args)
+    x, _ = gather(args)
     wish = Wanted(*wanted)
     present = (True, True, True, x.bias is not None and wish.bias, x.sinks is not None)
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)

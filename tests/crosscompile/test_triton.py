@@ -67,7 +67,7 @@ def build(
     dtype: torch.dtype,
     plan: Plan,
 ) -> Built:
-    """The one kernel of a call that a row is for."""
+    """The kernel of a call that a row is for; the hungriest if they are two."""
     recorder = Recorder(arch, KERNELS[kernel])
     monkeypatch.setattr(forward, "launch", recorder)
     monkeypatch.setattr(backward, "launch", recorder)
@@ -80,8 +80,7 @@ def build(
         other = replace(plan, fused=0)
         wanted = Wanted(bias=x.bias is not None, sinks=x.sinks is not None)
         backward.backward(x, plan, other, saved, out, None, wanted, kernel == "backward_dq")
-    (built,) = recorder.built
-    return built
+    return max(recorder.built, key=lambda b: (b.shared, b.spills))  # dK and dV may be one each
 
 
 @pytest.mark.parametrize(("arch", "kernel", "row"), ROWS)

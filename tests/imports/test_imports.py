@@ -20,7 +20,7 @@ LEVELS = (
     ("backends",),
     ("select",),
     ("op",),
-    ("transforms",),
+    ("transforms", "warm"),
     ("validate",),
     ("api",),
     ("explain", "cases"),

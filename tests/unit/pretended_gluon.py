@@ -132,7 +132,7 @@ def _operator(name: str) -> Any:
     return apply
 
 
-ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv lt le gt ge and or"
+ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv mod lt le gt ge and or ne"
 for _name in ARITHMETIC.split():
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -158,6 +158,10 @@ class Memory:
 
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.a.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        assert start + length <= self.a.shape[dim]
+        return Memory(self.a[(slice(None),) * dim + (slice(start, start + length),)])
 
     def load(self, layout: Any) -> Tensor:
         return Tensor(self.a.copy())
@@ -208,14 +212,23 @@ class Pending:
             a, b, acc, use_acc = self.operands
             with np.errstate(all="ignore"):
                 product = raw(a if isinstance(a, Tensor) else Tensor(a.a)) @ b.a
+            if isinstance(acc, Pending):  # a product adds to one that is still under way
+                acc.finish()
+                acc = acc.value
             self.value = Tensor(product + acc.a if use_acc else product)
 
 
 class Pointer:
-    """A place in a flat array."""
+    """Places in a tensor's memory."""
 
-    def __init__(self, a: np.ndarray, at: Any = 0) -> None:
+    def __init__(self, a: torch.Tensor, at: Any = 0) -> None:
         self.a, self.at = a, at
+        self.dtype = types.SimpleNamespace(element_ty="dt")
+
+    @staticmethod
+    def to(t: torch.Tensor) -> Pointer:
+        size = t.untyped_storage().size() // t.element_size() - t.storage_offset()
+        return Pointer(t.as_strided((size,), (1,)))
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.a, self.at + raw(other))
@@ -276,14 +289,17 @@ def make_language() -> types.ModuleType:
     gl.num_programs = lambda axis: M.here.programs
     gl.cast = lambda x, dtype: x
     gl.zeros = lambda shape, dtype, layout: Tensor(np.zeros(shape))
+    gl.to_tensor = lambda x: x
     gl.full = lambda shape, value, dtype, layout: Tensor(np.full(shape, value))
     gl.arange = lambda start, end, layout: Tensor(np.arange(start, end))
     gl.expand_dims = lambda x, axis: Tensor(np.expand_dims(x.a, axis))
     gl.reshape = lambda x, shape: Tensor(x.a.reshape(shape))
+    gl.permute = lambda x, order: Tensor(x.a.transpose(order))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
     gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
     gl.max = lambda x, axis: _scalar(np.fmax.reduce(x.a, axis=axis))
+    gl.min = lambda x, axis: _scalar(np.fmin.reduce(x.a, axis=axis))
     gl.sum = lambda x, axis: Tensor(x.a.sum(axis))
     gl.log2 = lambda x: Tensor(_quiet(np.log2, x.a))
     gl.allocate_shared_memory = _allocate
@@ -310,7 +326,7 @@ def _allocate(dtype: str, shape: list[int], layout: Any) -> Memory:
         for i in np.ndindex(*shape):
             bars[i] = Barrier()
         return Memory(bars)
-    return Memory(np.full(shape, np.nan) if dtype == "dt" else np.zeros(shape, dtype=np.int64))
+    return Memory(np.zeros(shape, dtype=np.int64) if dtype == "int32" else np.full(shape, np.nan))
 
 
 def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
@@ -328,13 +344,23 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return args[0]
 
 
-def _load(pointer: Pointer) -> Any:
-    value = pointer.a[pointer.at]
-    return np.float64(value) if value.dtype.kind == "f" else int(value)
+def _load(pointer: Pointer, mask: Any = None, other: float | None = None) -> Any:
+    if np.ndim(pointer.at) == 0:
+        value = pointer.a[pointer.at].item()
+        return value if mask is None or mask else other
+    keep = np.broadcast_to(True if mask is None else raw(mask), pointer.at.shape)
+    assert other is not None or keep.all()
+    found = np.full(pointer.at.shape, 0 if other is None else other, dtype=np.float64)
+    found[keep] = pointer.a[torch.from_numpy(pointer.at[keep])].double().numpy()
+    return Tensor(found if pointer.a.dtype.is_floating_point else found.astype(np.int64))
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str) -> int:
+def _atomic_add(pointer: Pointer, value: Any, sem: str) -> Any:
     M.scheduler.pause()
+    if isinstance(value, Tensor):
+        at = torch.from_numpy(pointer.at.reshape(-1))
+        pointer.a.index_add_(0, at, torch.from_numpy(value.a.reshape(-1)).to(pointer.a.dtype))
+        return None
     old = int(pointer.a[0])
     pointer.a[0] += value
     return old
@@ -343,7 +369,8 @@ def _atomic_add(pointer: Pointer, value: int, sem: str) -> int:
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     at = np.atleast_1d(pointer.at)
     keep = np.broadcast_to(raw(mask), at.shape)
-    pointer.a[at[keep]] = np.broadcast_to(raw(value), at.shape)[keep]
+    values = np.broadcast_to(raw(value), at.shape)[keep]
+    pointer.a[torch.from_numpy(at[keep])] = torch.from_numpy(values).to(pointer.a.dtype)
 
 
 def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
@@ -379,8 +406,9 @@ def make_hopper() -> types.ModuleType:
         M.scheduler.pause()
         while len(M.here.products) > num_outstanding:
             M.here.products.pop(0).finish()
-        assert deps[0].value is not None
-        return deps[0].value
+        values = tuple(dep.value for dep in deps)
+        assert all(value is not None for value in values)
+        return values[0] if len(values) == 1 else values
 
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = mma, mma_wait
 
@@ -397,9 +425,9 @@ def make_hopper() -> types.ModuleType:
         bar.pending -= 1
         bar.settle()
 
-    def wait(bar: Barrier, parity: int) -> None:
+    def wait(bar: Barrier, parity: int, pred: bool = True) -> None:
         assert parity in (0, 1)
-        M.scheduler.pause(lambda: bar.phase != parity)
+        M.scheduler.pause(lambda: not pred or bar.phase != parity)
 
     hopper.mbarrier = types.SimpleNamespace(
         init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: None
@@ -417,6 +445,8 @@ def make_hopper() -> types.ModuleType:
         M.scheduler.engine.append(copy)
 
     def store(desc: Descriptor, at: list[int], tile: Memory) -> None:
+        assert min(at) >= 0, f"illegal instruction: TMA stores to no negative coordinate, got {at}"
+
         def copy() -> None:
             place, inside = desc.places(at)
             desc.flat[place] = torch.from_numpy(tile.a[inside]).to(desc.flat.dtype)
@@ -455,26 +485,36 @@ def pretended() -> dict[str, Any]:
     }
 
 
-def run(launcher: Any, x: Arrays, plan: Plan, seed: int, multiprocessors: int = 3) -> Any:
-    """The forward by the kernel's source, all programs of a grid at once."""
-    M.scheduler = Scheduler(seed)
+def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
+    """A kernel's source, all programs of a grid at once."""
 
-    def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
-        def as_pointer(t: Any) -> Any:
-            if isinstance(t, tuple):
-                return type(t)(*map(as_pointer, t))
-            return Pointer(t.view(-1).numpy()) if isinstance(t, torch.Tensor) else t
+    def as_pointer(t: Any) -> Any:
+        if isinstance(t, tuple):
+            return type(t)(*map(as_pointer, t))
+        return Pointer.to(t) if isinstance(t, torch.Tensor) else t
 
-        M.here.threads, M.here.named_all, M.here.programs = [], [], grid
-        for program in range(grid):
-            M.here.program = program
-            kernel(*map(as_pointer, args))
+    M.here.threads, M.here.named_all, M.here.programs = [], [], grid
+    for program in range(grid):
+        M.here.program = program
+        kernel(*map(as_pointer, args))
+    if M.here.threads:
         M.scheduler.run(M.here.threads)
-        left = [b.arrived for named in M.here.named_all for b in named.values()]
-        assert not any(left), "a named barrier is left half full"
+    left = [b.arrived for named in M.here.named_all for b in named.values()]
+    assert not any(left), "a named barrier is left half full"
 
+
+def run(launcher: Any, x: Arrays, plan: Plan, seed: int, multiprocessors: int = 3) -> Any:
+    """The forward by the kernel's source."""
+    M.scheduler = Scheduler(seed)
     launcher.launch = launch
     out, lse = launcher.forward(plan, x, multiprocessors)
     counters = launcher._COUNTERS.get(0)
     assert counters is None or not counters.cells.any(), "the counter was not set back"
     return out, lse
+
+
+def run_backward(launcher: Any, seed: int, *args: Any) -> Any:
+    """The backward by its kernels' source."""
+    M.scheduler = Scheduler(seed)
+    launcher.launch = launch
+    return launcher.backward(*args)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from unit.pretended_gluon import Deadlock, pretended, run
 
+from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend
 from relampago.masks.rules import Band
+from relampago.masks.spec import Document, Extent, resolve
 from relampago.mods import register, softcap
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -29,7 +31,17 @@ def launcher():
     modules = pretended()
     ours = [
         f"relampago.backends.gluon.{name}"
-        for name in ("versions", "channel", "sm90_forward", "launch")
+        for name in (
+            "versions",
+            "channel",
+            "tiles",
+            "softmax",
+            "producer",
+            "sm90_forward",
+            "combine",
+            "boxes",
+            "launch",
+        )
     ]
     before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
     sys.modules.update(modules)
@@ -52,6 +64,10 @@ def arrays(case: dict[str, Any]) -> Arrays:
     shapes = ((lq, heads, dim), (lk, kv, dim), (lk, kv, get("dv", dim)))
     q, k, v = (torch.randn(get("b", 1), *s, generator=g).bfloat16() for s in shapes)
     band = Band(lk - lq, get("left"), 0 if get("causal") else get("right"), get("prefix"))
+    if get("documents"):
+        starts = torch.tensor(get("documents"))
+        seen = resolve(Document(starts), Extent(get("b", 1), heads, lq, lk, lk - lq, q.device))
+        band = band._replace(row_start=seen.row_start, row_end=seen.row_end)
     more = {"sinks": torch.randn(heads, generator=g)} if get("sinks") else {}
     if get("cap"):
         more["mods"] = (register(softcap(get("cap"))),)
@@ -61,14 +77,15 @@ def arrays(case: dict[str, Any]) -> Arrays:
 
 
 def packed(
-    lens_q: list[int], lens_k: list[int], band: Band, tail: int = 5, dim: int = 64, **more: Any
-) -> Arrays:
-    """Packed sequences, 4 heads on 2, with rows of no sequence at the end, which hold NaN."""
+    lens_q: list[int], lens_k: list[int], band: Band, tail: int = 5, dim: int = 64, heads: int = 4,
+    **more: Any,
+) -> Arrays:  # fmt: skip
+    """Packed sequences, on 2 kv heads, with rows of no sequence at the end, which hold NaN."""
     g = torch.Generator().manual_seed(1)
     total_q, total_k = sum(lens_q) + tail, sum(lens_k) + tail
     q, k, v = (
         torch.randn(n, h, dim, generator=g).bfloat16()
-        for n, h in ((total_q, 4), (total_k, 2), (total_k, 2))
+        for n, h in ((total_q, heads), (total_k, 2), (total_k, 2))
     )
     for t, n in ((q, sum(lens_q)), (k, sum(lens_k)), (v, sum(lens_k))):
         t[n:] = torch.nan
@@ -109,6 +126,23 @@ CASES = {
     "sinks-blind-rows": {"lq": 150, "lk": 100, "sinks": True, "causal": True},
     "softcap": {"lq": 100, "lk": 150, "cap": 2.0, "causal": True, "scale": 1.0},
 }
+MORE = {
+    "dims-in-two": {"lq": 130, "lk": 150, "d": 192, "dv": 128, "causal": True},
+    "dims-both-in-two": {"lq": 130, "lk": 150, "d": 80, "dv": 96},
+    "documents": {"lq": 300, "lk": 300, "documents": [0, 17, 60, 200]},
+    "documents-causal": {"lq": 260, "lk": 300, "documents": [5, 64, 260], "causal": True, "g": 1},
+    "documents-per-sequence": {
+        "lq": 200,
+        "lk": 200,
+        "b": 2,
+        "documents": [[0, 9, 140], [3, 120, 200]],
+        "left": 40,
+    },
+    "heads-packed": {"lq": 20, "lk": 300, "h": 8, "g": 2, "causal": True},
+    "heads-packed-in-part": {"lq": 33, "lk": 150, "h": 12, "g": 2, "b": 2, "sinks": True},
+    "heads-packed-one-row": {"lq": 1, "lk": 200, "h": 64, "g": 1, "causal": True},
+    "heads-packed-documents": {"lq": 40, "lk": 200, "h": 4, "g": 1, "documents": [0, 90, 170]},
+}
 PLANS = {
     f"{('grid', 'static', 'dynamic')[schedule]}-{rows}x{keys}-{stages}-{'turns' if turns else 'free'}": Plan(
         block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns
@@ -127,6 +161,19 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernel_source_on_random_schedules(launcher, case, plan) -> None:
+    x = arrays(case)
+    compare(x, run(launcher, x, plan, 0))
+
+
+PAIRS = [
+    pytest.param(case, list(PLANS.values())[(i + j) % len(PLANS)], id=f"{name}-{j}")
+    for i, (name, case) in enumerate(MORE.items())
+    for j in (0, 3)
+]
+
+
+@pytest.mark.parametrize(("case", "plan"), PAIRS)
+def test_parts_tables_and_packed_heads(launcher, case, plan) -> None:
     x = arrays(case)
     compare(x, run(launcher, x, plan, 0))
 
@@ -151,6 +198,43 @@ def test_packed(launcher, plan, band) -> None:
     compare(x, run(launcher, x, plan, 0))
 
 
+def test_packed_with_packed_heads(launcher) -> None:
+    x = packed([3, 30, 0, 20, 1], [3, 130, 4, 0, 260], Band(0, None, 0), heads=8)
+    compare(x, run(launcher, x, PLANS["dynamic-128x128-2-turns"], 0))
+
+
+SPLITS = {
+    "full": {"lq": 64, "lk": 1100, "h": 1, "g": 1},
+    "causal": {"lq": 70, "lk": 1000, "causal": True, "sinks": True},
+    "blind-rows": {"lq": 100, "lk": 60, "causal": True},
+    "window": {"lq": 200, "lk": 900, "left": 300, "right": 10, "h": 1, "g": 1},
+    "window-far": {"lq": 4, "lk": 700, "left": 20, "h": 1, "g": 1},
+    "dims": {"lq": 40, "lk": 700, "h": 8, "d": 96, "dv": 72, "cap": 2.0},
+    "documents": {"lq": 100, "lk": 700, "h": 4, "g": 1, "documents": [0, 30, 200, 640]},
+}
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("case", SPLITS.values(), ids=SPLITS)
+def test_split_over_keys(launcher, monkeypatch, case, splits) -> None:
+    sizes = sys.modules["relampago.backends.gluon.sizes"]
+    monkeypatch.setattr(sizes, "splits_for", lambda *_: splits)
+    launcher.setting_of.cache_clear()
+    x = arrays(case)
+    compare(x, run(launcher, x, PLANS["dynamic-128x128-2-turns"], splits))
+    launcher.setting_of.cache_clear()
+
+
+def test_split_packed_sequences(launcher, monkeypatch) -> None:
+    sizes = sys.modules["relampago.backends.gluon.sizes"]
+    monkeypatch.setattr(sizes, "splits_for", lambda *_: 3)
+    launcher.setting_of.cache_clear()
+    for band in (Band(), Band(0, None, 0)):
+        x = packed([3, 130, 0, 1], [3, 300, 4, 700], band, sinks=torch.randn(4))
+        compare(x, run(launcher, x, PLANS["dynamic-128x128-2-turns"], 0))
+    launcher.setting_of.cache_clear()
+
+
 def test_packed_with_sinks_and_softcap(launcher) -> None:
     mods = (register(softcap(2.0)),)
     x = packed([30, 130, 0], [60, 13, 4], Band(0, None, 0), sinks=torch.randn(4), mods=mods)
@@ -172,6 +256,16 @@ def test_result_where_the_queries_were(launcher, monkeypatch, shared) -> None:
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, pingpong=1)
     for seed in range(4):
         compare(x, run(launcher, x, plan, seed, multiprocessors=2))
+
+
+@pytest.mark.parametrize("keys", [64, 640, 650])
+def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, rotate=1)
+    x = arrays({"lq": 500, "lk": keys, "b": 2})
+    compare(x, run(launcher, x, plan, 0))
+    seen = {schedule.turned(j, 10, 3, schedule.TURN) for j in range(10)}
+    assert seen == set(range(10))
+    assert schedule.turned(0, 10, 3, schedule.TURN) == 0
 
 
 def test_infinite_scores_of_a_row(launcher) -> None:

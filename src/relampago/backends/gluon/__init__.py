@@ -1,6 +1,6 @@
-"""The backend `gluon_sm90`: FlashAttention-3's forward for Hopper, written in Gluon.
+"""The backend `gluon_sm90`: FlashAttention for Hopper, forward and backward, written in Gluon.
 
-Nothing here imports triton before a launch: `why_not` answers on any machine. The backward is Triton's.
+Nothing here imports triton before a launch: `why_not` answers on any machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from relampago.plan import Plan, first_match
 from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
 
 KNOWS = frozenset(
-    {"packed sequences", "window", "prefix", "score mods", "sinks", "deterministic mode"}
+    {
+        "packed sequences",
+        "window",
+        "prefix",
+        "document tables",
+        "score mods",
+        "sinks",
+        "deterministic mode",
+    }
 )
 OLDEST = (3, 6)
 SOFTCAP = softcap(1.0).fn
@@ -35,7 +43,7 @@ def _refuse_triton() -> str | None:
 
 
 class GluonSm90:
-    """Dense and packed sequences in bf16 and fp16, head dims up to 256, forward only."""
+    """Dense and packed sequences in bf16 and fp16, head dims up to 256."""
 
     name = "gluon_sm90"
 
@@ -44,21 +52,15 @@ class GluonSm90:
             return f"runs on cuda tensors, got {p.device.kind}"
         if p.device.arch != "sm90":
             return f"needs sm90, got {p.device.arch}"
-        if p.direction != "forward":
-            return "does the forward only"
         if p.dtype not in ("bf16", "fp16"):
             return f"knows bf16 and fp16, got {p.dtype}"
         if max(p.dim, p.dim_v) > 256:
             return f"head dim {max(p.dim, p.dim_v)} > 256"
-        return (
-            refuse_unknown(p, KNOWS)
-            or self._refuse_parts(p)
-            or self._refuse_few(p)
-            or _refuse_triton()
-        )
+        knows = KNOWS if p.direction == "forward" else KNOWS - {"document tables"}
+        return refuse_unknown(p, knows) or self._refuse_parts(p) or _refuse_triton()
 
     def plan(self, p: Problem) -> Plan:
-        return first_match((p.device.arch, "sm90"), "gluon_sm90.forward", p)
+        return first_match((p.device.arch, "sm90"), f"gluon_sm90.{p.direction}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         from relampago.backends.gluon.launch import forward
@@ -76,7 +78,11 @@ class GluonSm90:
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Grads:
-        raise NotImplementedError("gluon_sm90 does the forward only")
+        from relampago.backends.gluon.backward_launch import backward
+
+        by_query = first_match((p.device.arch, "sm90"), "gluon_sm90.backward_dq", p)
+        with _on(x.q.device):
+            return backward(plan, by_query, x, saved, dout, dlse, wanted, p.deterministic)
 
     def _refuse_parts(self, p: Problem) -> str | None:
         """What it knows in part only."""
@@ -84,15 +90,6 @@ class GluonSm90:
             return "knows packed sequences only where queries and keys are both packed"
         if any(rule_of(token).fn is not SOFTCAP for token in p.mods) or len(p.mods) > 1:
             return "does not know score mods other than one softcap"
-        return None
-
-    def _refuse_few(self, p: Problem) -> str | None:
-        """A short query against many keys leaves the chip empty, unless the keys are split."""
-        tiles = -(-p.len_q // 128) * p.heads_q * p.batch
-        if p.len_q <= 64 and p.len_k >= 1024 and 2 * tiles <= p.device.multiprocessors:
-            return (
-                f"does not split keys: {tiles} tiles for {p.device.multiprocessors} multiprocessors"
-            )
         return None
 
 

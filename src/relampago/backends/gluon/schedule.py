@@ -8,7 +8,9 @@ GRID = 0  # one block of threads per tile; the hardware hands them out
 STATIC = 1  # persistent blocks, tiles by a fixed rule
 DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
 SLOTS = 2  # tiles that the producer may have announced before the consumers take them up
-WORDS = 8  # numbers that tell the consumers of a tile
+UNIT = 128  # what the backward pads a head's rows to, where it copies numbers of rows in blocks
+WORDS = 16  # room for the numbers that tell the consumers of a tile: 3 to 10
+TURN = 3  # blocks of keys between the places where neighbouring tiles begin
 FAR = 1 << 30  # rows that TMA believes a packed sequence to end at; see `packed_rows`
 
 
@@ -37,6 +39,27 @@ def blocks(start, end, BK):
     last = (end + (BK - 1)) // BK
     first = min(start // BK, last - 1)
     return first, last - first
+
+
+def share(first, count, split, splits, beyond):
+    """(first block, number of blocks) of a split: as many as another's, or one more.
+
+    One that gets none visits the block after the last key, which reads as 0 and is hidden.
+    """
+    each = count // splits
+    rest = count % splits
+    at = first + split * each + min(split, rest)
+    own = each + 1 if split < rest else each
+    at = beyond if own == 0 else at
+    return at, max(own, 1)
+
+
+def turned(j, count, row_tile, TURN):
+    """Which block a tile that needs no masks visits j-th: from the last to the first, each tile begun TURN further on.
+
+    Blocks of threads that run in step would else ask the L2 cache for the same lines at the same time.
+    """
+    return (2 * count - 1 - j - row_tile * TURN % count) % count
 
 
 def advance(stage, phase, STAGES):

@@ -1,0 +1,93 @@
+"""The command line: see the package's docstring."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "hopper_cache"))
+
+from benchmarks.hopper import clock, correct, short, stress
+from benchmarks.hopper.watched import Rows, elapsed, watch
+
+COMPILERS = 14  # processes
+CHECKERS = 5
+STRESSERS = 4
+JOBS = {
+    "compile": lambda part, parts: correct.compile_all(int(part), int(parts)),
+    "check": lambda part, parts: correct.check(int(part), int(parts)),
+    "stress": lambda part, launches, s: stress.stress(int(part), int(launches), float(s)),
+    "clock": lambda seconds, *peers: clock.clock(float(seconds), *peers),
+    "short": lambda seconds, *peers: short.short(float(seconds), *peers),
+}
+
+
+def compiled(budget: float) -> Rows:
+    """Fill Triton's cache."""
+    rows = watch([("compile", i, COMPILERS) for i in range(COMPILERS)], budget, budget * 0.6)
+    for row in rows:
+        print("not compiled", row)
+    print(f"compiled at {elapsed():.0f} s", flush=True)
+    return rows
+
+
+def check(budget: float) -> Rows:
+    """Every problem."""
+    jobs: list[tuple[Any, ...]] = [("check", i, CHECKERS) for i in range(CHECKERS)]
+    rows = watch(jobs, budget, elapsed() + budget)
+    correct.report(rows)
+    return rows
+
+
+def endure(launches: int, budget: float) -> Rows:
+    """Random launches."""
+    jobs = [("stress", i, launches // STRESSERS, budget - 10) for i in range(STRESSERS)]
+    rows = watch(jobs, budget, elapsed() + budget)
+    stress.report(rows)
+    return rows
+
+
+def timed(job: str, budget: float, peers: list[str]) -> Rows:
+    """`clock` or `short`, alone on the card."""
+    rows = watch([(job, budget - 6, *peers)], budget, elapsed() + budget)
+    (clock if job == "clock" else short).report(rows)
+    return rows
+
+
+def run(mode: str, budget: float, peers: list[str]) -> Rows:
+    """One mode; `all` leaves endurance out."""
+    rows: Rows = []
+    if mode in ("check", "clock", "all"):
+        rows += compiled(budget)
+    if mode in ("check", "all"):
+        rows += check(min(40.0, budget - elapsed() - 2))
+    if mode == "stress":
+        rows += endure(10_000, budget - 2)
+    if mode in ("short", "all"):
+        left = budget - elapsed() - 2
+        rows += timed("short", left if mode == "short" else min(25.0, left), peers)
+    if mode in ("clock", "all"):
+        rows += timed("clock", budget - elapsed() - 2, peers)
+    return rows
+
+
+def main(mode: str, budget: str, *peers: str) -> None:
+    """Run, print, write."""
+    rows = run(mode, float(budget), list(peers))
+    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"hopper-{mode}.json"
+    target.write_text(json.dumps(rows))
+    print(f"{elapsed():.0f} s, {target}")
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if words and words[0] == "--job":
+        JOBS[words[1]](*words[2:])
+    elif len(words) >= 2 and words[0] in ("check", "stress", "clock", "short", "all"):
+        main(*words)
+    else:
+        sys.exit("expected: check|stress|clock|short|all SECONDS [fa3] [fa4]")

@@ -1,0 +1,150 @@
+"""The softmax of one warpgroup's scores: Algorithm 1 of FlashAttention-2, on tiles in registers.
+
+Functions that ptxas and LLVM would otherwise undo carry the reason; docs/hopper.md has the figures.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from relampago.backends.gluon.versions import aggregate
+from relampago.masks import rules
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+visible = gluon.jit(rules.visible)
+
+
+@aggregate
+class Seen:
+    """What decides which keys a warpgroup's rows see."""
+
+    rows: gl.tensor  # the query of each row
+    len_k: gl.tensor
+    offset: gl.tensor
+    start: gl.tensor  # of tables: each row's run of keys
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, rows, len_k, offset, start, end):
+        self.rows = rows
+        self.len_k = len_k
+        self.offset = offset
+        self.start = start
+        self.end = end
+
+
+@gluon.jit
+def exp2(x):
+    """2ˣ by the exponential unit."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to a unit in the last place."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def pin(x):
+    """x, behind a fence that keeps ptxas from ending the overlap: it moves the wait for PV above pure arithmetic.
+
+    The fence is a store to shared memory that never happens and that needs x: a row sum, which no one can order below
+    -1.7e38 but ptxas does not know.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $2, 0fFEFFFFFF; "
+        "@p st.volatile.shared.f32 [a], $3; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def row_max(s, R_L: gl.constexpr):
+    """Maxima of rows. A tree over a thread's own elements: gl.max alone would be one chain of dependent steps."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1] // 8
+    x = gl.max(gl.reshape(s, [M, N, 4, 2]), axis=3)
+    if N >= 16:
+        x = gl.max(gl.reshape(x, [M, 2, N // 2, 4]), axis=1)
+    if N >= 8:
+        x = gl.max(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), axis=1)
+    if N >= 4:
+        x = gl.max(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), axis=1)
+    x = gl.max(x, axis=1)
+    return gl.convert_layout(gl.max(x, axis=1), R_L, assert_trivial=True)
+
+
+@gluon.jit
+def part_sum(p):
+    """[M, 4]: sums over the elements of a row that one thread holds. The quad's four are added once, at the end."""
+    x = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3)
+    return gl.sum(x, axis=1)
+
+
+@gluon.jit
+def finite(m):
+    """The maximum to subtract: 0 for a row that has seen nothing, so that -inf minus it stays -inf."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def hide(s, k0, seen, band, ENDS: gl.constexpr, TABLES: gl.constexpr, S_L: gl.constexpr):
+    """Scores with -inf where a row does not see a key. ENDS: whether the block may reach beyond the last key."""
+    keys = k0 + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L)), 0)
+    rows = gl.expand_dims(seen.rows, 1)
+    if band.left is not None or band.right is not None:
+        shown = visible(rows, keys, seen.offset, band.left, band.right, band.prefix)
+        if ENDS:
+            shown = shown & (keys < seen.len_k)
+        s = gl.where(shown, s, float("-inf"))
+    elif ENDS:
+        s = gl.where(keys < seen.len_k, s, float("-inf"))
+    if TABLES:
+        inside = (keys >= gl.expand_dims(seen.start, 1)) & (keys < gl.expand_dims(seen.end, 1))
+        s = gl.where(inside, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def capped(s, cap):
+    """tanh of cap · s by the exponential unit, if there is a cap; `factor` has the rest of softcap."""
+    if cap is not None:
+        s = 1.0 - 2.0 * reciprocal(1.0 + exp2(s * (cap * 2.0 * LOG2E)))
+    return s
+
+
+@gluon.jit
+def softmax(s, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr):
+    """Algorithm 1, lines 9 and 10: weights of this block; m, l, and what earlier sums shrink by."""
+    m_new = gl.maximum(m, row_max(s, R_L))
+    shift = finite(m_new)
+    alpha = exp2((m - shift) * factor)
+    p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK]
+    sums = part_sum(p)
+    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    l = l * gl.expand_dims(alpha4, 1) + sums  # [64, 4]
+    if PIN:
+        l = pin(l)
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def finish(m, total, factor, sinks, heads):
+    """(what to multiply acc by, LSE) from the maxima and sums: Algorithm 1, line 12. A sink is one more score."""
+    m = m * factor
+    if sinks is not None:
+        sink = gl.cast(gl.load(sinks + heads), gl.float32) * LOG2E
+        top = gl.maximum(m, sink)
+        shrink = exp2(m - finite(top))
+        total = total * shrink + exp2(sink - finite(top))
+        inverse = shrink / gl.where(total == 0.0, 1.0, total)
+        m = top
+    else:
+        inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+    return inverse, (finite(m) + gl.log2(total)) * LN2
