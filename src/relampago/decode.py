@@ -62,8 +62,9 @@ def attention_decode(
              not (set(options) & {"bias", "dropout_p", "dropout_seed", "deterministic"})),
         ]
     )  # fmt: skip
-    packed = cu_seqlens_q is not None and max_seqlen_q is not None
-    packing = Packing(cu_seqlens_q, None, max_seqlen_q) if packed else None
+    packing = None
+    if cu_seqlens_q is not None and max_seqlen_q is not None:
+        packing = Packing(cu_seqlens_q, None, max_seqlen_q)
     call = prepare(
         q, cache.k, cache.v, Options(causal=causal, **options), packing=packing, cache=cache
     )

