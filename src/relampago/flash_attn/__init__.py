@@ -12,12 +12,12 @@ from relampago.flash_attn.functions import (
 )
 from relampago.flash_attn.install import install, uninstall
 from relampago.flash_attn.kvcache import flash_attn_with_kvcache
-from relampago.flash_attn.refusals import Refused
 from relampago.flash_attn.varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from relampago.integrations.refusals import Refused
 
 __all__ = [
     "Refused",

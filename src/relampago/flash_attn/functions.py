@@ -20,7 +20,7 @@ from relampago.flash_attn.options import (
     scaled,
 )
 from relampago.flash_attn.probabilities import signed_probabilities
-from relampago.flash_attn.refusals import expect, refuses
+from relampago.integrations.refusals import expect, refuses
 
 
 @refuses
@@ -80,7 +80,9 @@ def flash_attn_func(
     """
     expect(
         q.ndim == 4 and k.ndim == 4,
-        f"q has {q.ndim} and k {k.ndim} dimensions; expected 4: (batch, length, heads, dim)",
+        "q has {} and k {} dimensions; expected 4: (batch, length, heads, dim)",
+        q.ndim,
+        k.ndim,
     )
     q, k, v, v_scale = dequantised(q, k, v, qv, (q_descale, k_descale, v_descale))
     options = options_of(
@@ -192,6 +194,9 @@ def unpacked(tensor: Tensor, name: str, parts: int, axis: int) -> tuple[Tensor, 
     shape = tuple(tensor.shape)
     expect(
         tensor.ndim >= 4 and shape[axis] == parts,
-        f"{name} has shape {shape}; expected {parts} before (heads, dim)",
+        "{} has shape {}; expected {} before (heads, dim)",
+        name,
+        shape,
+        parts,
     )
     return tensor.unbind(axis)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relampago.flash_attn import functions, kvcache, varlen
 from relampago.flash_attn.functions import unpacked
-from relampago.flash_attn.refusals import expect, refuses
+from relampago.integrations.refusals import expect, refuses
 from relampago.merge import merge
 
 

@@ -22,8 +22,8 @@ from relampago.flash_attn.options import (
     scaled,
     sequence_of,
 )
-from relampago.flash_attn.refusals import expect, refuses
 from relampago.flash_attn.rotary import rotate_at
+from relampago.integrations.refusals import expect, refuses
 
 
 class Room(NamedTuple):
@@ -159,7 +159,7 @@ def flash_attn_with_kvcache(
 def _check(
     q: Tensor, k_cache: Tensor, k: Any, v: Any, index: Any, leftpad: Any, table: Any, seqlens: Any
 ) -> None:
-    expect(k_cache.ndim == 4, f"k_cache has {k_cache.ndim} dimensions; expected 4")
+    expect(k_cache.ndim == 4, "k_cache has {} dimensions; expected 4", k_cache.ndim)
     expect((k is None) == (v is None), "v is missing, or k; expected both or neither")
     expect(k is None or seqlens is not None, "cache_seqlens is None; expected it where k is given")
     expect(
@@ -176,7 +176,11 @@ def _check(
         if value is not None:
             expect(
                 value.dtype == torch.int32 and value.device == q.device,
-                f"{name} is {value.dtype} on {value.device}; expected torch.int32 on {q.device}",
+                "{} is {} on {}; expected torch.int32 on {}",
+                name,
+                value.dtype,
+                value.device,
+                q.device,
             )
 
 
@@ -186,16 +190,20 @@ def room_of(k_cache: Tensor, batch: int, table: Tensor | None, index: Tensor | N
     if table is not None:
         expect(
             table.ndim == 2 and table.shape[0] == batch,
-            f"block_table is {tuple(table.shape)}; expected ({batch}, most)",
+            "block_table is {}; expected ({}, most)",
+            tuple(table.shape),
+            batch,
         )
         return Room(table, page, page * table.shape[1])
     if index is not None:
         expect(
             tuple(index.shape) == (batch,),
-            f"cache_batch_idx is {tuple(index.shape)}; expected ({batch},)",
+            "cache_batch_idx is {}; expected ({},)",
+            tuple(index.shape),
+            batch,
         )
         return Room(index[:, None], page, page)
-    expect(k_cache.shape[0] >= batch, f"k_cache has {k_cache.shape[0]} rooms; expected {batch}")
+    expect(k_cache.shape[0] >= batch, "k_cache has {} rooms; expected {}", k_cache.shape[0], batch)
     return Room(None, page, page)
 
 
@@ -204,7 +212,10 @@ def lengths_of(given: int | Tensor | None, batch: int, room: Room, device: torch
     if isinstance(given, Tensor):
         expect(
             tuple(given.shape) == (batch,) and given.dtype == torch.int32,
-            f"cache_seqlens is {tuple(given.shape)} {given.dtype}; expected ({batch},) torch.int32",
+            "cache_seqlens is {} {}; expected ({},) torch.int32",
+            tuple(given.shape),
+            given.dtype,
+            batch,
         )
         return given
     full = room.room if given is None else int(given)
@@ -237,8 +248,13 @@ def turned(
         fits = table.ndim == 2 and table.shape[0] >= room.room and 2 * table.shape[1] <= q.shape[-1]
         expect(
             fits and table.dtype == q.dtype,
-            f"{name} is {tuple(table.shape)} {table.dtype}; expected (at least {room.room}, at most "
-            f"{q.shape[-1] // 2}) {q.dtype}",
+            "{} is {} {}; expected (at least {}, at most {}) {}",
+            name,
+            tuple(table.shape),
+            table.dtype,
+            room.room,
+            q.shape[-1] // 2,
+            q.dtype,
         )
     places = [
         positions(t, base, cu, step) for t, cu, step in zip((q, k), cu_seqlens, (rows_follow, True), strict=True)
@@ -281,13 +297,19 @@ def append(
     if place.device.type == "cpu" and place.numel():
         expect(
             int(place.max()) < room.room,
-            f"k needs {int(place.max()) + 1} places; expected at most the {room.room} of a sequence's room",
+            "k needs {} places; expected at most the {} of a sequence's room",
+            int(place.max()) + 1,
+            room.room,
         )
     pages = which if room.pages is None else room.pages[which, place // room.page].long()
     for cache, new in ((k_cache, k), (v_cache, v)):
         expect(
             new.shape[-2:] == cache.shape[-2:] and (new.dtype == cache.dtype),
-            f"k or v is {tuple(new.shape)} {new.dtype}; expected {tuple(cache.shape[2:])} at the end, {cache.dtype}",
+            "k or v is {} {}; expected {} at the end, {}",
+            tuple(new.shape),
+            new.dtype,
+            tuple(cache.shape[2:]),
+            cache.dtype,
         )
         cache[pages, place % room.page] = new
     return counts

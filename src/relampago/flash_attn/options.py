@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relampago.flash_attn.refusals import expect
+from relampago.integrations.refusals import expect
 from relampago.mods import ScoreMod
 
 FP8 = tuple(
@@ -42,7 +42,8 @@ def window_of(window_size: Any) -> tuple[int | None, int | None] | None:
     """(left, right), where a negative side is unbounded."""
     expect(
         isinstance(window_size, tuple | list) and len(window_size) == 2,
-        f"window_size is {window_size!r}; expected a pair (left, right), -1 for unbounded",
+        "window_size is {!r}; expected a pair (left, right), -1 for unbounded",
+        window_size,
     )
     left, right = (None if side is None or int(side) < 0 else int(side) for side in window_size)
     return None if left is None and right is None else (left, right)

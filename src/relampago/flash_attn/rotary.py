@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relampago.flash_attn.options import sequence_of
-from relampago.flash_attn.refusals import expect, refuses
+from relampago.integrations.refusals import expect, refuses
 
 
 class _Rotate(torch.autograd.Function):
@@ -108,7 +108,7 @@ def apply_rotary_emb(
         Refused: an argument is wrong; a RuntimeError.
     """
     rank = 4 if cu_seqlens is None else 3
-    expect(x.ndim == rank, f"x has {x.ndim} dimensions; expected {rank}")
+    expect(x.ndim == rank, "x has {} dimensions; expected {}", x.ndim, rank)
     _check_tables(x, cos, sin)
     if cu_seqlens is None:
         step = torch.arange(x.shape[1], device=x.device)
@@ -173,19 +173,22 @@ def apply_rotary_emb_qkv_(
     """
     if qkv.ndim == 5:
         expect(
-            qkv.shape[2] == 3, f"qkv has shape {tuple(qkv.shape)}; expected 3 in the third place"
+            qkv.shape[2] == 3, "qkv has shape {}; expected 3 in the third place", tuple(qkv.shape)
         )
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
         expect(
             qkv.ndim == 4 and num_heads_q is not None,
-            f"num_heads_q is {num_heads_q}; expected an int, with qkv of 4 dimensions",
+            "num_heads_q is {}; expected an int, with qkv of 4 dimensions",
+            num_heads_q,
         )
         assert num_heads_q is not None
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         expect(
             heads_k > 0 and qkv.shape[2] == num_heads_q + 2 * heads_k,
-            f"qkv has {qkv.shape[2]} heads; expected num_heads_q = {num_heads_q} and twice as many as keys have",
+            "qkv has {} heads; expected num_heads_q = {} and twice as many as keys have",
+            qkv.shape[2],
+            num_heads_q,
         )
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
@@ -218,7 +221,7 @@ def apply_rotary_emb_kv_(
         Refused: an argument is wrong.
     """
     shape = tuple(kv.shape)
-    expect(kv.ndim == 5 and shape[2] == 2, f"kv has shape {shape}; expected (B, L, 2, G, D)")
+    expect(kv.ndim == 5 and shape[2] == 2, "kv has shape {}; expected (B, L, 2, G, D)", shape)
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
@@ -227,9 +230,12 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         expect(
             table.ndim == 2 and table.shape == cos.shape and 2 * table.shape[1] <= x.shape[-1],
-            f"{name} is {tuple(table.shape)}; expected (positions, dims / 2), dims at most {x.shape[-1]}",
+            "{} is {}; expected (positions, dims / 2), dims at most {}",
+            name,
+            tuple(table.shape),
+            x.shape[-1],
         )
-        expect(table.device == x.device, f"{name} is on {table.device}; expected {x.device}")
+        expect(table.device == x.device, "{} is on {}; expected {}", name, table.device, x.device)
 
 
 class RotaryEmbedding(torch.nn.Module):

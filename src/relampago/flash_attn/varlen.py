@@ -20,7 +20,7 @@ from relampago.flash_attn.options import (
     sequence_of,
 )
 from relampago.flash_attn.probabilities import signed_probabilities_packed
-from relampago.flash_attn.refusals import expect, refuses
+from relampago.integrations.refusals import expect, refuses
 
 
 @refuses
@@ -111,7 +111,7 @@ def flash_attn_varlen_func(
         options = chunked(options, attention_chunk, starts)
     dropped = None
     if block_table is not None:
-        expect(not dropout_p, f"dropout_p is {dropout_p}; expected 0 with a block_table")
+        expect(not dropout_p, "dropout_p is {}; expected 0 with a block_table", dropout_p)
         view = CacheView(k, v, lengths.to(torch.int32), block_table)
         out, lse = attention_decode(
             q, view, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest[0], return_lse=True, **options
@@ -232,7 +232,10 @@ def compaction(cu: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor, 
     """
     expect(
         counts.dtype == torch.int32 and counts.shape == cu[1:].shape,
-        f"seqused is {tuple(counts.shape)} {counts.dtype}; expected ({cu.shape[0] - 1},) torch.int32",
+        "seqused is {} {}; expected ({},) torch.int32",
+        tuple(counts.shape),
+        counts.dtype,
+        cu.shape[0] - 1,
     )
     new_cu = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     row = torch.arange(total, device=cu.device)

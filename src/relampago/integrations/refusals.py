@@ -1,4 +1,4 @@
-"""What flash-attn raises for a bad call: its C++ checks are RuntimeErrors, and callers catch those."""
+"""What flash-attn and PyTorch raise for a bad call: their C++ checks are RuntimeErrors, and callers catch those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Refused(InvalidInput, RuntimeError):
-    """An argument is wrong: an `InvalidInput` that is also the RuntimeError flash-attn's callers expect."""
+    """An argument is wrong: an `InvalidInput` that is also the RuntimeError the original's callers expect."""
 
 
 def refuses(function: Function) -> Function:
@@ -30,7 +30,7 @@ def refuses(function: Function) -> Function:
     return wrapped  # type: ignore[return-value]
 
 
-def expect(holds: bool, message: str) -> None:
-    """Raise `Refused` unless a condition holds."""
+def expect(holds: bool, message: str, *values: Any) -> None:
+    """Raise `Refused` unless a condition holds; the message is formatted only then, since a graph traces no strings."""
     if not holds:
-        raise Refused(message)
+        raise Refused(message.format(*values))
