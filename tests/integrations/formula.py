@@ -65,11 +65,19 @@ def attend(
     extended = s
     if sinks is not None:
         extended = torch.cat([s, sinks.to(dtype).view(-1, 1, 1).expand(*s.shape[:-1], 1)], -1)
-    lse = extended.logsumexp(-1)
+    lse = extended.logsumexp(-1) if mask is None else _logsumexp(extended)
     p = (s - torch.where(lse.isfinite(), lse, 0)[..., None]).exp()
+    if mask is not None:
+        p = p.masked_fill(~mask, 0)  # and no NaN in the gradients of rows that see nothing
     if kept is not None:
         p = p * kept.to(dtype)
     return (p @ v).transpose(-3, -2), lse
+
+
+def _logsumexp(s: Tensor) -> Tensor:
+    """-inf for a row that sees nothing, without NaN in its gradient."""
+    nothing = (s == -torch.inf).all(-1)
+    return s.masked_fill(nothing[..., None], 0).logsumexp(-1).masked_fill(nothing, -torch.inf)
 
 
 def both(
