@@ -37,7 +37,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --editable '.[dev,hf]'
 	touch $@
 
 $(VENV)/.newest: $(VENV)/.dev

@@ -82,12 +82,12 @@ class Call(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """cu_seqlens (B + 1,) and the longest lengths."""
+    """cu_seqlens (B + 1,) and the longest lengths; keys in a cache need neither."""
 
     cu_q: Tensor
-    cu_k: Tensor
+    cu_k: Tensor | None
     max_q: int
-    max_k: int
+    max_k: int = 0
 
 
 def attention(
@@ -349,13 +349,16 @@ def prepare(
 ) -> Call:
     """Validate a call and lower it to what the ops take; k and v are a cache's own where one is given."""
     o = options
-    paged = cache is not None and cache.page_table is not None
-    validate.tensors(q, k, v, packed=packing is not None, paged=paged)
+    validate.tensors(q, k, v, packed=packing is not None, cached=cache is not None)
     validate.numbers(o.scale, o.softcap, o.dropout_p, o.window)
     q, k, v = autocast(q, k, v)
     if cache is not None:
-        batch, len_q, len_k = q.shape[0], q.shape[1], cache.longest
-        found = cache.batch
+        if packing is None:
+            batch, len_q = q.shape[0], q.shape[1]
+        else:
+            validate.packed("q", q, packing.cu_q, packing.max_q)
+            batch, len_q = packing.cu_q.shape[0] - 1, packing.max_q
+        found, len_k = cache.batch, cache.longest
         validate.require(
             [("cache", ("holds {} sequences", found), ("{}, as q", batch), found == batch)]
         )

@@ -292,6 +292,75 @@ class PagedKVCache(KVCache):
         )
 
 
+class CacheView(KVCache):
+    """Keys and values that somebody else keeps and appends to: an engine's pages, a framework's static cache.
+
+    Nothing is copied, and nothing waits for the device.
+
+    Args:
+        k: (B, room, G, D), or (pages, page, G, D) with a page table; any strides.
+        v: likewise, of head dim E.
+        lengths: int32 (B,): how many keys each sequence holds.
+        page_table: int32 (B, most): a sequence's pages in order; entries beyond its length may be anything.
+
+    Raises:
+        InvalidInput: a shape, dtype or device is wrong; the message names it.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None = None
+    ) -> None:
+        tables = {"lengths": (lengths, 1), "page_table": (page_table, 2)}
+        for name, (table, rank) in tables.items():
+            if table is None:
+                continue
+            form = "(batch,)" if rank == 1 else "(batch, most)"
+            if table.ndim != rank or table.dtype != torch.int32 or table.device != k.device:
+                raise InvalidInput(
+                    f"{name} is {tuple(table.shape)} {table.dtype} {table.device}; "
+                    f"expected {form} torch.int32 {k.device}"
+                )
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+            raise InvalidInput(
+                f"v is {tuple(v.shape)}; expected the first three sizes of k {tuple(k.shape)}, of 4"
+            )
+        batch = k.shape[0] if page_table is None else page_table.shape[0]
+        if lengths.shape[0] != batch:
+            raise InvalidInput(f"lengths has {lengths.shape[0]} entries; expected {batch}")
+        self.k, self.v, self.lengths, self.page_table = k, v, lengths, page_table
+        self.room = k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
+
+    def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> None:
+        """Refused: whoever keeps the cache appends to it.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise InvalidInput(
+            "k_new is given; expected None: a CacheView belongs to another, who appends"
+        )
+
+    def free(self, sequences: Sequence[int] | None = None) -> None:
+        """Refused, as `append`.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise InvalidInput(
+            "free was called; expected a cache of one's own: a CacheView belongs to another"
+        )
+
+    def gather(self, b: int) -> tuple[Tensor, Tensor]:
+        """Keys (L, G, D) and values (L, G, E) of one sequence. Waits for the device."""
+        n = int(self.lengths[b])
+        if self.page_table is None:
+            return self.k[b, :n], self.v[b, :n]
+        page = self.k.shape[1]
+        place = torch.arange(n, device=self.k.device)
+        index = (self.page_table[b, place // page].long(), place % page)
+        return self.k[index], self.v[index]
+
+
 def _positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:

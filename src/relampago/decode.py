@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from relampago import validate
-from relampago.api import Options, prepare
+from relampago.api import Options, Packing, prepare
 from relampago.cache import KVCache
 from relampago.op import forward_op
 
@@ -20,6 +20,8 @@ def attention_decode(
     v_new: Tensor | None = None,
     *,
     counts: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     causal: bool = True,
     return_lse: bool = False,
     **options: Any,
@@ -30,17 +32,20 @@ def attention_decode(
     many splits is chosen from shapes, never from lengths, so that nothing waits for the device.
 
     Args:
-        q: (B, Lq, H, D); row i of sequence b stands at position lengths[b] - Lq + i, after appending.
-        cache: a `KVCache` or `PagedKVCache` of the same batch.
+        q: (B, Lq, H, D); row i of sequence b stands at position lengths[b] - Lq + i, after appending. Packed
+            (Tq, H, D) with cu_seqlens_q: prompts and single tokens in one call.
+        cache: a `KVCache`, `PagedKVCache` or `CacheView` of the same batch.
         k_new: (B, n, G, D), appended in place first; or None.
         v_new: (B, n, G, E).
         counts: int32 (B,): how many of the n each sequence gets; all if None.
+        cu_seqlens_q: int32 (B + 1,), where each sequence's rows begin in a packed q.
+        max_seqlen_q: the longest sequence of queries, with cu_seqlens_q.
         causal: as in `attention`, aligned to each sequence's last key.
-        return_lse: also return LSE (B, H, Lq).
+        return_lse: also return LSE (B, H, Lq), or (H, Tq).
         options: window, mask (Causal, Window, an int Prefix), scale, softcap, alibi_slopes, score_mod, sinks, backend.
 
     Returns:
-        out (B, Lq, H, E), or (out, lse).
+        out (B, Lq, H, E) or (Tq, H, E), or (out, lse).
 
     Raises:
         InvalidInput: an argument is wrong, or the cache is full; nothing was appended then.
@@ -51,11 +56,18 @@ def attention_decode(
             ("cache", ("is a {}", type(cache).__name__), "a KVCache or PagedKVCache", isinstance(cache, KVCache)),
             ("v_new", "is given without k_new, or k_new without it", "both or neither",
              (k_new is None) == (v_new is None)),
+            ("max_seqlen_q", "is given without cu_seqlens_q, or cu_seqlens_q without it", "both or neither",
+             (cu_seqlens_q is None) == (max_seqlen_q is None)),
             ("options", "hold a bias, dropout or gradient", "none of them in decoding",
              not (set(options) & {"bias", "dropout_p", "dropout_seed", "deterministic"})),
         ]
     )  # fmt: skip
-    call = prepare(q, cache.k, cache.v, Options(causal=causal, **options), cache=cache)
+    packing = None
+    if cu_seqlens_q is not None and max_seqlen_q is not None:
+        packing = Packing(cu_seqlens_q, None, max_seqlen_q)
+    call = prepare(
+        q, cache.k, cache.v, Options(causal=causal, **options), packing=packing, cache=cache
+    )
     if k_new is not None and v_new is not None:
         cache.append(k_new, v_new, counts)
     with torch.no_grad():

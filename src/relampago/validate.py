@@ -39,16 +39,22 @@ def _text(part: Any) -> str:
     )
 
 
-def tensors(q: Any, k: Any, v: Any, *, packed: bool, paged: bool = False) -> None:
-    """Ranks, heads, dims, batch, dtype and device of q, k and v; the batch of paged keys is one of pages."""
+def tensors(q: Any, k: Any, v: Any, *, packed: bool, cached: bool = False) -> None:
+    """Ranks, heads, dims, batch, dtype and device of q, k and v; a cache tells its own batch."""
     named = {"q": q, "k": k, "v": v}
-    form = "(total, heads, dim)" if packed else "(batch, length, heads, dim)"
-    rank = 3 if packed else 4
+    forms = {3: "(total, heads, dim)", 4: "(batch, length, heads, dim)"}
+    ranks = {"q": 3 if packed else 4, "k": 3 if packed and not cached else 4}
+    ranks["v"] = ranks["k"]
     for name, value in named.items():
         require([(name, ("is a {}", type(value).__name__), "a tensor", isinstance(value, Tensor))])
     require(
         [
-            (n, ("has {} dimensions", t.ndim), ("{}: {}", rank, form), t.ndim == rank)
+            (
+                n,
+                ("has {} dimensions", t.ndim),
+                ("{}: {}", ranks[n], forms[ranks[n]]),
+                t.ndim == ranks[n],
+            )
             for n, t in named.items()
         ],
         named,
@@ -63,7 +69,7 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool, paged: bool = False) -> Non
         ("v", "has head dim 0", "at least 1", v.shape[-1] > 0),
     ]
     require(checks, named)
-    if not packed and not paged:
+    if not packed and not cached:
         require(
             [
                 ("k", "has another batch", "that of q", k.shape[0] == q.shape[0]),
@@ -200,28 +206,33 @@ def extras(
 
 def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
     """cu_seqlens and the longest lengths; their values are checked inside the op."""
-    for name, cu, device in (("cu_seqlens_q", cu_q, q.device), ("cu_seqlens_k", cu_k, k.device)):
-        require([(name, ("is a {}", type(cu).__name__), "a tensor", isinstance(cu, Tensor))])
-        require(
-            [
-                (
-                    name,
-                    ("has shape {}", tuple(cu.shape)),
-                    "(batch + 1,)",
-                    cu.ndim == 1 and cu.shape[0] >= 1,
-                ),
-                (name, ("has dtype {}", cu.dtype), "torch.int32", cu.dtype == torch.int32),
-                (name, ("is on {}", cu.device), ("{}, as q", device), cu.device == device),
-            ],
-            {name: cu},
-        )
+    packed("q", q, cu_q, max_q)
+    packed("k", k, cu_k, max_k)
     require(
         [("cu_seqlens_k", "has another length", "that of cu_seqlens_q", cu_q.shape == cu_k.shape)],
         {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k},
     )
-    for name, value in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
-        whole = isinstance(value, int | torch.SymInt) and not isinstance(value, bool) and value >= 0
-        require([(name, ("is {!r}", value), "an int >= 0", whole)])
+
+
+def packed(side: str, like: Tensor, cu: Any, longest: Any) -> None:
+    """cu_seqlens and the longest length of one side, "q" or "k"."""
+    name = f"cu_seqlens_{side}"
+    require([(name, ("is a {}", type(cu).__name__), "a tensor", isinstance(cu, Tensor))])
+    require(
+        [
+            (
+                name,
+                ("has shape {}", tuple(cu.shape)),
+                "(batch + 1,)",
+                cu.ndim == 1 and cu.shape[0] >= 1,
+            ),
+            (name, ("has dtype {}", cu.dtype), "torch.int32", cu.dtype == torch.int32),
+            (name, ("is on {}", cu.device), ("{}, as q", like.device), cu.device == like.device),
+        ],
+        {name: cu},
+    )
+    whole = isinstance(longest, int | torch.SymInt) and not isinstance(longest, bool)
+    require([(f"max_seqlen_{side}", ("is {!r}", longest), "an int >= 0", whole and longest >= 0)])
 
 
 def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: torch.device) -> None:

@@ -13,10 +13,12 @@ from budget import check
 from interpreter import exact
 
 import relampago as rl
-from relampago.api import Options, prepare
+from relampago.api import Options, Packing, prepare
 from relampago.backends.reference import attend
 from relampago.backends.triton.decode import applies, decode
+from relampago.backends.triton.forward import forward
 from relampago.cache import KVCache, PagedKVCache
+from relampago.flash_attn import flash_attn_with_kvcache
 from relampago.op import arrays_of, problem_of
 from relampago.plan import Plan
 
@@ -26,6 +28,7 @@ torch.set_num_threads(1)
 B, G, H, D, E = 3, 2, 6, 16, 24
 LENGTHS = (37, 0, 48)
 PLAN = Plan(block_q=64, block_k=16)
+PLAN_FORWARD = Plan(block_q=16, block_k=16)
 OPTIONS = {
     "plain": {},
     "full": {"causal": False},
@@ -164,3 +167,43 @@ def test_views_of_a_fused_tensor() -> None:
     x.q = x.q.transpose(1, 2).contiguous().transpose(1, 2)
     x.k, x.v = fused[..., :D], fused[..., D:]
     torch.testing.assert_close(decode(x, PLAN, splits=2), want)
+
+
+@pytest.mark.parametrize("kind", ["cache", "page7"])
+@pytest.mark.parametrize("name", ["window", "softcap-sinks"])
+def test_packed_queries(kind, name) -> None:
+    """Rows of several sequences in one tensor, as an engine has them: the forward kernel reads the cache."""
+    cache = filled(kind, torch.float32)
+    counts = (20, 0, 1)
+    q = torch.randn(sum(counts), H, D, generator=torch.Generator().manual_seed(6))
+    cu = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packing = Packing(cu, None, max(counts))
+    call = prepare(
+        q, cache.k, cache.v, Options(causal=True, **OPTIONS[name]), packing=packing, cache=cache
+    )
+    x = arrays_of(call)
+    got = dict(zip(("out", "lse"), forward(x, PLAN_FORWARD), strict=True))
+    standard, oracle = (
+        dict(zip(("out", "lse"), attend(x, kind), strict=True))
+        for kind in (torch.float32, torch.float64)
+    )
+    check("packed", got, standard, oracle, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [3, 20], ids=["decode", "forward"])
+def test_chunks_in_the_drop_in(rows) -> None:
+    """flash_attn's attention_chunk is a score mod: both kernels compile it, with a start per sequence and row."""
+    cache = filled("page7", torch.float32)
+    q = torch.randn(B, rows, H, D, generator=torch.Generator().manual_seed(6))
+    arguments = (q, cache.k, cache.v)
+    words = {"cache_seqlens": cache.lengths, "block_table": cache.page_table, "causal": True}
+    got, want = (
+        under(backend, flash_attn_with_kvcache, *arguments, attention_chunk=8, **words)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(got, want)
+
+
+def under(backend, function, *args, **kwargs):
+    with rl.using(backend=backend, plan=PLAN_FORWARD):
+        return function(*args, **kwargs)

