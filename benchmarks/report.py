@@ -68,11 +68,14 @@ def triton() -> str:
                 cells.append(f"{rates['triton'] / rates['flash']:.2f}×")
             rows.append(cells)
     rows.sort(key=lambda cells: int(cells[0].split()[1]))
+    missing = [
+        d for d in (64, 128, 256) if not any(cells[0].startswith(f"d {d} ") for cells in rows)
+    ]
     head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
     note = (
         f"{data['machine']}, torch {data['torch']}, Triton {data['triton']}, bf16, 16k tokens, heads = 2048 / d, "
         f"{data['date']}; FA2, cuDNN: SDPA's, in the same run (`h200/triton.json`).{_others(data['rows'])}"
-    )
+    ) + "".join(f" d {d} was not reached in this run." for d in missing)
     return markdown("Portable Triton kernels on the H200", head, rows, note)
 
 

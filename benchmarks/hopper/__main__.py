@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "hopper_cache"))
 
@@ -15,6 +16,7 @@ from benchmarks.hopper.watched import Rows, elapsed, watch
 
 COMPILERS = 14  # processes
 CHECKERS = 5
+STRESSERS = 4
 JOBS = {
     "compile": lambda part, parts: correct.compile_all(int(part), int(parts)),
     "check": lambda part, parts: correct.check(int(part), int(parts)),
@@ -33,26 +35,43 @@ def compiled(budget: float) -> Rows:
     return rows
 
 
+def check(budget: float) -> Rows:
+    """Every problem."""
+    jobs: list[tuple[Any, ...]] = [("check", i, CHECKERS) for i in range(CHECKERS)]
+    rows = watch(jobs, budget, elapsed() + budget)
+    correct.report(rows)
+    return rows
+
+
+def endure(launches: int, budget: float) -> Rows:
+    """Random launches."""
+    jobs = [("stress", i, launches // STRESSERS, budget - 10) for i in range(STRESSERS)]
+    rows = watch(jobs, budget, elapsed() + budget)
+    stress.report(rows)
+    return rows
+
+
+def timed(job: str, budget: float, peers: list[str]) -> Rows:
+    """`clock` or `short`, alone on the card."""
+    rows = watch([(job, budget - 6, *peers)], budget, elapsed() + budget)
+    (clock if job == "clock" else short).report(rows)
+    return rows
+
+
 def run(mode: str, budget: float, peers: list[str]) -> Rows:
-    """One mode."""
-    if mode == "check":
-        rows = compiled(budget)
-        rows += watch([("check", i, CHECKERS) for i in range(CHECKERS)], budget, budget - 3)
-        correct.report(rows)
-    elif mode == "stress":
-        parts = 4
-        left = budget - 20
-        rows = watch(
-            [("stress", i, 10_000 // parts, left) for i in range(parts)], budget, budget - 3
-        )
-        stress.report(rows)
-    elif mode == "clock":
-        rows = compiled(budget)
-        rows += watch([("clock", budget - 6 - elapsed(), *peers)], budget, budget - 2)
-        clock.report(rows)
-    else:
-        rows = watch([("short", budget - 8, *peers)], budget, budget - 2)
-        short.report(rows)
+    """One mode; `all` leaves endurance out."""
+    rows: Rows = []
+    if mode in ("check", "clock", "all"):
+        rows += compiled(budget)
+    if mode in ("check", "all"):
+        rows += check(min(40.0, budget - elapsed() - 2))
+    if mode == "stress":
+        rows += endure(10_000, budget - 2)
+    if mode in ("short", "all"):
+        left = budget - elapsed() - 2
+        rows += timed("short", left if mode == "short" else min(25.0, left), peers)
+    if mode in ("clock", "all"):
+        rows += timed("clock", budget - elapsed() - 2, peers)
     return rows
 
 
@@ -68,7 +87,7 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if words and words[0] == "--job":
         JOBS[words[1]](*words[2:])
-    elif len(words) >= 2 and words[0] in ("check", "stress", "clock", "short"):
+    elif len(words) >= 2 and words[0] in ("check", "stress", "clock", "short", "all"):
         main(*words)
     else:
-        sys.exit("expected: check|stress|clock|short SECONDS [fa3] [fa4]")
+        sys.exit("expected: check|stress|clock|short|all SECONDS [fa3] [fa4]")

@@ -42,12 +42,13 @@ def _plan(block_q: int, block_k: int, stages: int, **more: int) -> Plan:
     return Plan(block_q=block_q, block_k=block_k, warps=4, stages=stages, schedule=2, **more)
 
 
+FULL = (False,)
 VARIANTS = (
-    Variant("turns+pin", (64, 64), _plan(192, 128, 4, pingpong=1, pin=1)),
-    Variant("turns", (64, 64), _plan(192, 128, 4, pingpong=1), (False,)),
-    Variant("turns", (128, 128), _plan(128, 128, 2, pingpong=1)),
-    Variant("dynamic", (256, 256), _plan(128, 64, 2), (True,)),
-    Variant("turns", (256, 256), _plan(128, 64, 2, pingpong=1)),
+    Variant("rotate", (64, 64), _plan(192, 128, 4, pin=1, rotate=1), FULL),
+    Variant("turns", (64, 64), _plan(192, 128, 4, pingpong=1), FULL),
+    Variant("rotate", (128, 128), _plan(128, 128, 2, rotate=1), FULL),
+    Variant("turns", (128, 128), _plan(128, 128, 2, pingpong=1), (True,)),
+    Variant("rotate", (256, 256), _plan(128, 64, 2, rotate=1), FULL),
     Variant("turns", (96, 96), _plan(128, 128, 3, pingpong=1)),
     Variant("pin", (96, 96), _plan(128, 128, 3, pin=1)),
     Variant("192 rows", (96, 96), _plan(192, 64, 4, pin=1)),

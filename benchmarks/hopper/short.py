@@ -1,4 +1,4 @@
-"""Few queries against many keys, beside Triton's decode and FA3's splits; packed sequences against the dense rate."""
+"""The host's time; packed sequences against the dense rate; few queries, beside Triton's decode and FA3's splits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import triton
 
 import relampago as rl
 from benchmarks.hopper.clock import Call, import_peers, milliseconds
@@ -71,9 +73,41 @@ def packed(dim: int, causal: bool) -> None:
     say("packed", dim=dim, causal=causal, tflops=rate, dense=dense, ratio=rate / dense)
 
 
+def host() -> None:
+    """Microseconds of the CPU for a call whose kernel is short: ours, PyTorch's, and Triton's least."""
+    q, k, v = (torch.randn(1, 128, 4, 64, **KINDS) for _ in range(3))
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    leaf = q.clone().requires_grad_()
+    calls: dict[str, Call] = {
+        "gluon_sm90": lambda: rl.attention(q, k, v, causal=True, backend="gluon_sm90"),
+        "gluon_sm90 with gradient": lambda: rl.attention(leaf, k, v, causal=True),
+        "triton": lambda: rl.attention(q, k, v, causal=True, backend="triton"),
+        "sdpa": lambda: F.scaled_dot_product_attention(qt, kt, vt, is_causal=True),
+        "an empty kernel": lambda: nothing[(1,)](q, 1),
+    }
+    for name, call in calls.items():
+        for _ in range(50):
+            call()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            for _ in range(100):
+                call()
+            times.append((time.perf_counter() - begun) * 1e4)
+            torch.cuda.synchronize()
+        say("host", name=name, us=min(times))
+
+
+@triton.jit
+def nothing(x, n):
+    """Does nothing."""
+
+
 def short(seconds: float, *names: str) -> None:
-    """Both."""
+    """All three."""
     until = time.time() + seconds
+    host()
     for dim in (64, 128, 256):
         for causal in (False, True):
             packed(dim, causal)
@@ -86,6 +120,8 @@ def report(rows: Rows) -> None:
         if row["kind"] == "packed":
             print(f"packed d{row['dim']} {'causal' if row['causal'] else 'full':6} {row['tflops']:5.0f} TFLOP/s, "
                   f"dense {row['dense']:5.0f}: {row['ratio']:.2f}")  # fmt: skip
+        elif row["kind"] == "host":
+            print(f"host {row['name']}: {row['us']:.1f} us a call")
         elif row["kind"] == "note":
             print(row)
     shapes = dict.fromkeys(tuple(row["shape"]) for row in rows if row["kind"] == "few")

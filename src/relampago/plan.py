@@ -33,6 +33,7 @@ class Plan:
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
+        rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
     block_q: int
@@ -46,6 +47,7 @@ class Plan:
     pingpong: int = 0
     ahead: int = 0
     pin: int = 0
+    rotate: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from unit.pretended_gluon import Deadlock, pretended, run
 
+from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend
 from relampago.masks.rules import Band
 from relampago.masks.spec import Document, Extent, resolve
@@ -255,6 +256,16 @@ def test_result_where_the_queries_were(launcher, monkeypatch, shared) -> None:
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, pingpong=1)
     for seed in range(4):
         compare(x, run(launcher, x, plan, seed, multiprocessors=2))
+
+
+@pytest.mark.parametrize("keys", [64, 640, 650])
+def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, rotate=1)
+    x = arrays({"lq": 500, "lk": keys, "b": 2})
+    compare(x, run(launcher, x, plan, 0))
+    seen = {schedule.turned(j, 10, 3, schedule.TURN) for j in range(10)}
+    assert seen == set(range(10))
+    assert schedule.turned(0, 10, 3, schedule.TURN) == 0
 
 
 def test_infinite_scores_of_a_row(launcher) -> None:

@@ -176,10 +176,13 @@ def setting_of(
         for width in widths
     )
     consumers = plan.block_q // ROWS
+    masks = masks_of(len_q, len_k, kind, plan, pack, is_split)
+    turns = bool(plan.rotate) and not (
+        masks.peeled or masks.looped
+    )  # else a mask knows where each block lies
     constants = (
-        consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by,
-        *masks_of(len_q, len_k, kind, plan, pack, is_split), bool(plan.pingpong), bool(plan.pin),
-        not is_split and shares(plan, *parts), is_split, *REGISTERS[consumers],
+        consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, bool(plan.pingpong),
+        bool(plan.pin), not is_split and shares(plan, *parts), is_split, turns, *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out, {})

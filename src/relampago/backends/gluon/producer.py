@@ -17,22 +17,34 @@ from relampago.backends.gluon.tiles import (
 )
 
 advance = gluon.jit(schedule.advance)
+turned = gluon.jit(schedule.turned)
+TURN = gl.constexpr(schedule.TURN)
+
+
+@gluon.jit
+def block_at(j, tile, BK: gl.constexpr, ROTATE: gl.constexpr):
+    """The first key of the block that is visited j-th."""
+    if ROTATE:
+        at = turned(j, tile.count, tile.row_tile, TURN)
+    else:
+        at = tile.count - 1 - j
+    return (tile.first + at) * BK
 
 
 @gluon.jit
 def send_rows(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, tile, turn,
     stage_k, phase_k, stage_v, phase_v, WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr,
-    STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr,
+    STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """All loads of a tile, and which is the next."""
     PART: gl.constexpr = ROWS // PACK
     g = tile.head // size.group
     row = first_row(tile.row_tile, size, WGS * PART)
-    k0 = (tile.first + tile.count - 1) * BK
     if SCHEDULE == DYNAMIC:
         send_tile(slots, turn, tile, PACKED, LISTED)
     # the first keys before the queries: these wait for the previous tile's epilogue
+    k0 = block_at(0, tile, BK, ROTATE)
     send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     for w in gl.static_range(WGS):
@@ -43,11 +55,13 @@ def send_rows(
         following = tile_of(turn + 1, size, slots, SCHEDULE)
         following = size.count if following < 0 else following
     for j in range(1, tile.count):
-        send(keys, k_desc, stage_k, phase_k, tile.k, k0 - j * BK, g, PACKED, k_rest)
+        v0 = k0
+        k0 = block_at(j, tile, BK, ROTATE)
+        send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        send(values, v_desc, stage_v, phase_v, tile.k, k0 - (j - 1) * BK, g, PACKED, v_rest)
+        send(values, v_desc, stage_v, phase_v, tile.k, v0, g, PACKED, v_rest)
         stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    send(values, v_desc, stage_v, phase_v, tile.k, tile.first * BK, g, PACKED, v_rest)
+    send(values, v_desc, stage_v, phase_v, tile.k, k0, g, PACKED, v_rest)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     return following, stage_k, phase_k, stage_v, phase_v
 
@@ -56,7 +70,7 @@ def send_rows(
 def produce(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, band, extra,
     WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
-    SCHEDULE: gl.constexpr, SPLIT: gl.constexpr,
+    SCHEDULE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this block of threads."""
     PACKED: gl.constexpr = extra.cu_q is not None
@@ -71,7 +85,7 @@ def produce(
                 number, stage_k, phase_k, stage_v, phase_v = send_rows(
                     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter,
                     size, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES,
-                    SCHEDULE, PACKED, LISTED,
+                    SCHEDULE, PACKED, LISTED, ROTATE,
                 )  # fmt: skip
                 turn += 1
             else:  # a shorter sequence than the longest has no such tile
@@ -80,7 +94,7 @@ def produce(
             number, stage_k, phase_k, stage_v, phase_v = send_rows(
                 queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                 tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, SCHEDULE,
-                PACKED, LISTED,
+                PACKED, LISTED, ROTATE,
             )  # fmt: skip
             turn += 1
     if SCHEDULE == DYNAMIC:

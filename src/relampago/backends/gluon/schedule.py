@@ -10,6 +10,7 @@ DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
 SLOTS = 2  # tiles that the producer may have announced before the consumers take them up
 UNIT = 128  # what the backward pads a head's rows to, where it copies numbers of rows in blocks
 WORDS = 16  # room for the numbers that tell the consumers of a tile: 3 to 10
+TURN = 3  # blocks of keys between the places where neighbouring tiles begin
 FAR = 1 << 30  # rows that TMA believes a packed sequence to end at; see `packed_rows`
 
 
@@ -51,6 +52,14 @@ def share(first, count, split, splits, beyond):
     own = each + 1 if split < rest else each
     at = beyond if own == 0 else at
     return at, max(own, 1)
+
+
+def turned(j, count, row_tile, TURN):
+    """Which block a tile that needs no masks visits j-th: from the last to the first, each tile begun TURN further on.
+
+    Blocks of threads that run in step would else ask the L2 cache for the same lines at the same time.
+    """
+    return (2 * count - 1 - j - row_tile * TURN % count) % count
 
 
 def advance(stage, phase, STAGES):

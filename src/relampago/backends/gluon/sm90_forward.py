@@ -351,13 +351,14 @@ def attend(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr,
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
-    PIN: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    PIN: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
-    key. SHARE: O's tile lies where Q's was. The default partition takes the registers that the others leave.
+    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. The default partition takes the registers
+    that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
@@ -391,7 +392,7 @@ def attend(
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
                        SPLIT)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                       band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT)),
+                       band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -402,5 +403,5 @@ def attend(
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
                        SPLIT)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                       band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT)),
+                       band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
