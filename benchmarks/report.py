@@ -50,10 +50,17 @@ def cpu() -> str:
     facts = data["machine"]
     note = (
         f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}; speed relative to "
-        "`F.scaled_dot_product_attention`, medians in alternating order (`cpu/bench.json`)."
+        "`F.scaled_dot_product_attention`, medians in alternating order, each sample after a pause in which torch's "
+        f"OpenMP threads stop spinning{at_priority(data)} (`cpu/bench.json`)."
     )
     head = ["CPU, 8 heads", "fp32 forward", "fp32 fwd+bwd", "bf16 forward", "bf16 fwd+bwd"]
     return markdown("CPU: speed against SDPA", head, rows, note)
+
+
+def at_priority(data: Any) -> str:
+    """How the process was kept from its neighbours, if it was."""
+    real_time = data.get("protocol", {}).get("real_time_priority")
+    return ", at real-time priority on a shared machine" if real_time else ""
 
 
 def triton() -> str:
