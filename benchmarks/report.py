@@ -163,11 +163,49 @@ def gluon() -> str:
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 
+BACKWARD = {  # what sm90.toml chooses for the backward: the run's name by (d, causal)
+    (64, 0): "d64-q64-f2n",
+    (64, 1): "d64-q128-f2n",
+    (128, 0): "d128-f3n",
+    (128, 1): "d128-f0",
+    (256, 0): "d256-twins1p",
+    (256, 1): "d256-twins1p",
+}
+
+
+def gluon_backward() -> str:
+    """The Hopper backward with the table's plans beside cuDNN, FlashAttention-2 and Triton in the same run."""
+    data = load("h200/gluon-backward.json")
+    rates = {(r["d"], r["causal"], r["b"], r["n"], r["name"]): r["tf"] for r in data["rows"]}
+    rows = []
+    for (dim, is_causal), name in BACKWARD.items():
+        cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
+        for shape in SHAPES:
+            ours, *peers = (
+                rates.get((dim, is_causal, *shape, who))
+                for who in (name, "cudnn", "flash", "triton")
+            )
+            if ours is None:
+                cells.append("–")
+                continue
+            others = " / ".join("–" if rate is None else f"{rate:.0f}" for rate in peers)
+            cells.append(f"{ours:.0f} ({ours / peers[0]:.2f}×) / {others}")
+        rows.append(cells)
+    head = ["ours (ratio to cuDNN) / cuDNN / FA2 / Triton", *SHAPES.values()]
+    note = (
+        f"{data['machine']}, bf16, TFLOP/s of the whole backward, heads = 2048 / d, CUDA graph, {data['date']}, "
+        f"one run; {data['checks']} checks of gradients against fp64, {data['failed']} failed. FlashAttention-4 was "
+        "not in the run (`h200/gluon-backward.json`)."
+    )
+    return markdown("Hopper backward in Gluon on the H200", head, rows, note)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cpu": ("cpu/bench.json", cpu),
     "triton": ("h200/triton.json", triton),
     "decode": ("h200/decode-sweep.json", decode),
     "gluon": ("h200/gluon-sweep.json", gluon),
+    "gluon-backward": ("h200/gluon-backward.json", gluon_backward),
 }
 
 

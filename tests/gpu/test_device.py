@@ -148,9 +148,10 @@ def test_offsets_beyond_32_bits() -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"window": (100, 0)}], ids=["causal", "window"])
-def test_deterministic_is_bit_for_bit(options) -> None:
-    q, k, v = make(2, 1500, 8, 2, 64, grad=True)
+def test_deterministic_is_bit_for_bit(options, dim) -> None:
+    q, k, v = make(2, 1500, 8, 2, dim, grad=True)
     dout = torch.randn_like(q)
 
     def grads():

@@ -24,7 +24,6 @@ from relampago.backends.gluon.sm90_backward import by_keys
 from relampago.backends.gluon.sm90_gradients import Size
 from relampago.backends.gluon.sm90_queries import by_queries
 from relampago.backends.gluon.sm90_rows import convert, prepare
-from relampago.backends.gluon.sm90_turns import in_turns
 from relampago.backends.gluon.sm90_twins import by_products
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted
@@ -155,18 +154,11 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
     masks = masks_of(work, plan.block_k)
     facts = [_facts(t, plan.block_q) for t in (work.top, work.delta)]
     grid = tiles * batch * kv_heads
-    if in_turn(plan) and sums is not None:
-        wgs = plan.block_k // ROWS
-        launch(
-            in_turns, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            sums, work.factor, work.scale, *size, *work.sides, work.extra, wgs, plan.block_q, width,
-            width_v, plan.stages, *masks, *((160, 32) if wgs == 3 else REGISTERS),
-        )  # fmt: skip
-    elif plan.block_k == ROWS:
+    if plan.block_k == ROWS:
         launch(
             by_products, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
             work.factor, work.scale, *size, *work.sides, work.extra, plan.block_q, width, width_v,
-            plan.stages, plan.ahead, *masks, *REGISTERS,
+            plan.stages, *masks, *REGISTERS,
         )  # fmt: skip
     else:
         launch(
@@ -186,7 +178,7 @@ def _converted(work: Work, plan: Plan, x: Arrays, sums: Tensor) -> Tensor:
     launch(
         convert, tiles * work.size.heads * _batch(work), PLAIN, sums, dq, _strides(dq), x.scale,
         *work.size._replace(tiles=tiles), *work.sides, work.extra, plan.block_q, work.widths[0],
-        work.widths[0] // 2 if plan.block_q == ROWS and not in_turn(plan) else work.widths[0],
+        work.widths[0] // 2 if plan.block_q == ROWS else work.widths[0],
         dq.shape[-1],
     )  # fmt: skip
     return dq
@@ -212,11 +204,6 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
         *REGISTERS,
     )  # fmt: skip
     return _narrowed(dq, x.q)
-
-
-def in_turn(plan: Plan) -> bool:
-    """Whether warpgroups form dQ in turns."""
-    return plan.block_k == 3 * ROWS or bool(plan.pin)
 
 
 def stages_of_values(plan: Plan, width: int, width_v: int) -> int:

@@ -6,8 +6,8 @@ by product and not by keys, two products each:
     values' twin   Sᵀ = K·Qᵀ     P = 2^(S - top), to shared memory     dV += Pᵀ·dO
     keys' twin     dPᵀ = V·dOᵀ   dS = P (dP - delta)                   dK += dSᵀ·Q
 
-Each has the forward's loop: the first product of a block and the second of the block before in flight together, the
-arithmetic of the one under the other. dQ comes from `sm90_queries`.
+Each has a block's first product and the block before's second in flight together; the values' twin takes the softmax
+under its second product, as the forward does. dQ comes from `sm90_queries`.
 """
 
 from triton.experimental import gluon
@@ -180,7 +180,6 @@ def consume_values(
 def consume_keys(
     queries, douts, keys, values, deltas, handed, end, dk_desc, wide_k, scale, size, band, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The keys' twin: dP, dS and dK."""
     DT: gl.constexpr = keys.tiles.dtype
@@ -208,28 +207,18 @@ def consume_keys(
     slot, turn = advance(0, 0, SLOTS)
     before, phase_before = 0, 0
     for _ in range(n * size.group - 1):
-        dp = gl.zeros([ROWS, BQ], gl.float32, S_L)
-        if AHEAD == 0:
-            do = receive(douts, stage, phase, BQ, E)
-            dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+        # dK first: its block of Q is free the sooner, and the twin's products hide the arithmetic
         q = receive(queries, before, phase_before, BQ, D)
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
-        if AHEAD == 0:
-            dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-            dp = dp - deltas.index(stage).load(S_L)
-            release(douts, stage)
-            ds = take(handed, slot, turn, dp, S_L)
-            dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
-            release(queries, before)
-        else:  # dK first: its block of Q is free the sooner, and only the twin's products hide the arithmetic
-            do = receive(douts, stage, phase, BQ, E)
-            dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
-            dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
-            release(queries, before)
-            dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-            dp = dp - deltas.index(stage).load(S_L)
-            release(douts, stage)
-            ds = take(handed, slot, turn, dp, S_L)
+        do = receive(douts, stage, phase, BQ, E)
+        dp = gl.zeros([ROWS, BQ], gl.float32, S_L)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
+        release(queries, before)
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+        dp = dp - deltas.index(stage).load(S_L)
+        release(douts, stage)
+        ds = take(handed, slot, turn, dp, S_L)
         ds16 = gl.convert_layout(ds.to(DT), P_L, assert_trivial=True)
         before, phase_before = stage, phase
         stage, phase = advance(stage, phase, STAGES)
@@ -253,7 +242,7 @@ def by_products(
     factor, scale, 
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys of a kv head."""
@@ -279,7 +268,7 @@ def by_products(
         (consume_values, (queries, douts, keys, values, tops, handed, end.index(0), dv_desc, wide_v, factor, size,
                           band, extra, BQ, D, E, STAGES, SLOTS, MASKED, ENDS)),
         (consume_keys, (queries, douts, keys, values, deltas, handed, end.index(0), dk_desc, wide_k, scale, size, band,
-                        extra, BQ, D, E, STAGES, SLOTS, AHEAD)),
+                        extra, BQ, D, E, STAGES, SLOTS)),
         (produce, (queries, douts, keys, values, tops, deltas, q_desc, do_desc, k_desc, v_desc, top_desc, delta_desc,
                    size, band, extra, BQ, STAGES)),
     ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
