@@ -86,7 +86,7 @@ def compile_all(part: int, parts: int) -> None:
         if like not in seen:
             seen.add(like)
             jobs.append(cell.ours)
-    jobs += short.calls()
+    jobs += short.jobs()
     for job in jobs[part::parts]:
         try:
             job()

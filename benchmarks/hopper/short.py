@@ -80,13 +80,17 @@ def packed(dim: int, causal: bool) -> None:
     say("packed", dim=dim, causal=causal, tflops=rate, dense=dense, ratio=rate / dense)
 
 
-def calls() -> list[Call]:
-    """All that `short` calls of ours, to be compiled ahead."""
-    found = [
-        call for dim in (64, 128) for shape in FEW for call in _few_calls(*shape, dim, {}).values()
-    ]
-    both = [_packed_calls(dim, causal) for dim in PACKED_DIMS for causal in (False, True)]
-    return found + [fn for pair in both for fn, _ in pair]
+def jobs() -> list[Call]:
+    """All that `short` calls of ours, to be compiled ahead; each makes its tensors itself."""
+
+    def each_few(dim: int, shape: tuple[int, ...]) -> Call:
+        return lambda: [call() for call in _few_calls(*shape, dim, {}).values()]
+
+    def each_packed(dim: int, causal: bool) -> Call:
+        return lambda: [call() for call, _ in _packed_calls(dim, causal)]
+
+    found = [each_few(dim, shape) for dim in (64, 128) for shape in FEW]
+    return found + [each_packed(dim, causal) for dim in PACKED_DIMS for causal in (False, True)]
 
 
 def host() -> None:
