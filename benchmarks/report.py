@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,61 +51,57 @@ def cpu() -> str:
     facts = data["machine"]
     note = (
         f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}; speed relative to "
-        "`F.scaled_dot_product_attention`, medians in alternating order (`cpu/bench.json`)."
+        "`F.scaled_dot_product_attention`, medians in alternating order, each sample after a pause in which torch's "
+        f"OpenMP threads stop spinning{at_priority(data)} (`cpu/bench.json`)."
     )
     head = ["CPU, 8 heads", "fp32 forward", "fp32 fwd+bwd", "bf16 forward", "bf16 fwd+bwd"]
     return markdown("CPU: speed against SDPA", head, rows, note)
 
 
-# The table's plans (block_q, block_k, warps, stages) in the sweep; the times of the backward's kernels add up.
-FORWARD = {64: [64, 128, 4, 3], 128: [128, 128, 8, 3], 256: [128, 64, 8, 2]}
-BACKWARD = {
-    (64, False): {"fusedtma": [64, 64, 4, 3]},
-    (64, True): {"dkdv": [64, 64, 4, 3], "dq": [64, 64, 4, 3]},
-    (128, False): {"dkdv": [64, 128, 8, 3], "dq": [128, 64, 8, 3]},
-    (128, True): {"dkdv": [64, 128, 8, 3], "dq": [128, 64, 8, 3]},
-    (256, False): {"dkdvtma": [32, 64, 8, 2], "dqtma": [128, 32, 8, 3]},
-}
+def at_priority(data: Any) -> str:
+    """How the process was kept from its neighbours, if it was."""
+    real_time = data.get("protocol", {}).get("real_time_priority")
+    return ", at real-time priority on a shared machine" if real_time else ""
 
 
 def triton() -> str:
-    """The portable kernels on the H200, beside SDPA's backends in the same run of the sweep."""
-    data = load("h200/triton-sweep.json")
-    peers: dict[tuple[int, int, bool], dict[str, tuple[float, float]]] = {}
-    ours: dict[tuple[int, bool, str, tuple[int, ...]], tuple[int, float, float]] = {}
-    for run, kind, dim, is_causal, *rest in data["rows"]:
-        if kind in ("flash", "cudnn"):
-            peers.setdefault((run, dim, is_causal), {})[kind] = (rest[0], rest[1])
-        else:  # the last run that measured it
-            ours[dim, is_causal, kind, tuple(rest[0])] = (run, rest[1], rest[2])
+    """The portable kernels on the H200 through the public API, beside SDPA's backends in the same run."""
+    data = load("h200/triton.json")
     rows = []
-    for dim in (64, 128, 256):
-        for is_causal in (False, True):
-            cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
-            run, rate, _ = ours.get((dim, is_causal, "tma", tuple(FORWARD[dim])), (0, 0.0, 0.0))
-            cells += _beside(rate, peers.get((run, dim, is_causal), {}), 0)
-            parts = [
-                ours[dim, is_causal, kind, tuple(plan)]
-                for kind, plan in BACKWARD.get((dim, is_causal), {}).items()
-            ]
-            flops = 2.5 * 4 * 16384**2 * 2048 / (2 if is_causal else 1)
-            rate = flops / sum(ms for *_, ms in parts) / 1e9 if parts else 0.0
-            cells += _beside(rate, peers.get((parts[0][0], dim, is_causal), {}) if parts else {}, 1)
+    for row in data["rows"]:
+        if row["what"] == "16k":
+            cells = [f"d {row['dim']} {'causal' if row['causal'] else 'full'}"]
+            for rates in (row["forward"], row["backward"]):
+                cells += [f"{rates[name]:.0f}" for name in ("triton", "flash", "cudnn")]
+                cells.append(f"{rates['triton'] / rates['flash']:.2f}×")
             rows.append(cells)
+    rows.sort(key=lambda cells: int(cells[0].split()[1]))
+    missing = [
+        d for d in (64, 128, 256) if not any(cells[0].startswith(f"d {d} ") for cells in rows)
+    ]
     head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
     note = (
-        f"{data['machine']}, bf16, 16k tokens, heads = 2048 / d, {data['date']}; FA2 and cuDNN are SDPA's backends "
-        "in the same run; backward: the kernels' times added up; – not measured (`h200/triton-sweep.json`)."
-    )
+        f"{data['machine']}, torch {data['torch']}, Triton {data['triton']}, bf16, 16k tokens, heads = 2048 / d, "
+        f"{data['date']}; FA2, cuDNN: SDPA's, in the same run (`h200/triton.json`).{_others(data['rows'])}"
+    ) + "".join(f" d {d} was not reached in this run." for d in missing)
     return markdown("Portable Triton kernels on the H200", head, rows, note)
 
 
-def _beside(rate: float, peers: dict[str, tuple[float, float]], direction: int) -> list[str]:
-    """Our rate, FA2's, cuDNN's and the ratio to FA2."""
-    if not rate:
-        return ["–"] * 4
-    flash, cudnn = peers["flash"][direction], peers["cudnn"][direction]
-    return [f"{rate:.0f}", f"{flash:.0f}", f"{cudnn:.0f}", f"{rate / flash:.2f}×"]
+def _others(rows: list[dict[str, Any]]) -> str:
+    """Window, memory and host time in a sentence each."""
+    found = {row["what"]: row for row in rows}
+    peaks = [row for row in rows if row["what"] == "memory"]
+    host = {row["call"]: row["microseconds"] for row in rows if row["what"] == "host"}
+    text = ""
+    if window := found.get("window 1024 at 32k"):
+        text += f" Window 1024 at 32k: {window['ratio']:.1f}× faster than full causal."
+    if peaks:
+        sizes = ", ".join(f"{row['mib']:.0f} MiB at {row['length'] // 1024}k" for row in peaks)
+        text += f" Peak memory of forward and backward beyond the inputs, 8 heads, d 64: {sizes}."
+    if host:
+        calls = ", ".join(f"{name} {us:.0f}" for name, us in host.items())
+        text += f" Host time of a warm call in µs: {calls}."
+    return text
 
 
 def decode() -> str:
@@ -136,42 +133,60 @@ def decode() -> str:
 
 
 SHAPES = {(16, 1024): "16 × 1k", (4, 4096): "4 × 4k", (1, 16384): "1 × 16k", (1, 32768): "1 × 32k"}
-CHOSEN = {  # what sm90.toml chooses: the sweep's name by (d, causal), and for sequences of 1k where it differs
-    (64, 0): ("d64-w3-dyn-pin", None),
-    (64, 1): ("d64-w3-dyn-pp", "d64-w2-dyn-pp-pin"),
-    (128, 0): ("d128-dyn", None),
-    (128, 1): ("d128-dyn", "d128-dyn-pp"),
-    (256, 0): ("d256-dyn", None),
-    (256, 1): ("d256-grid-pin", "d256-dyn-pin"),
-}
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+
+def chosen(dim: int, dim_v: int, causal: bool, length: int) -> str:
+    """What the run calls the plan that sm90.toml has chosen since."""
+    long = length >= 16384
+    if dim == dim_v == 64 and not causal:
+        return "rotate" if length == 4096 else "turns"
+    if dim in (128, 256) and not causal and long:
+        return "rotate"
+    if dim == 96 or (dim_v == 128 and dim == 192 and causal):
+        return "turns"
+    return "pin" if dim == dim_v == 192 and causal else "table"
 
 
 def gluon() -> str:
-    """The Hopper forward with the table's plans beside cuDNN in the same run."""
-    data = load("h200/gluon-sweep.json")
-    rates = {(r["name"], r["d"], r["causal"], r["b"], r["n"]): r["tf"] for r in data["rows"]}
+    """The Hopper forward beside the best of FA3 and cuDNN in the same run, medians of its rounds."""
+    data = load("h200/hopper.json")
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for r in data["rows"]:
+        if r["kind"] == "time":
+            key = (r["name"], r["dim"], r["dim_v"], r["causal"], r["batch"], r["length"])
+            found.setdefault(key, []).append(r["tflops"])
+    rates = {key: statistics.median(values) for key, values in found.items()}
     rows = []
-    for (dim, is_causal), (name, short) in CHOSEN.items():
-        cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
-        for batch, length in SHAPES:
-            chosen = short if short and length <= 1024 else name
-            rate = rates[chosen, dim, is_causal, batch, length]
-            peer = rates["cudnn", dim, is_causal, batch, length]
-            cells.append(f"{rate:.0f} ({rate / peer:.2f}×)")
-        rows.append(cells)
-    head = ["TFLOP/s (ratio to cuDNN)", *SHAPES.values()]
+    for dim, dim_v in DIMS:
+        for causal in (False, True):
+            cells = [
+                f"d {dim if dim == dim_v else f'{dim}/{dim_v}'} {'causal' if causal else 'full'}"
+            ]
+            for batch, length in SHAPES:
+                where = (dim, dim_v, causal, batch, length)
+                rate = rates.get((chosen(dim, dim_v, causal, length), *where))
+                peers = [rates[(p, *where)] for p in ("cudnn", "fa3") if (p, *where) in rates]
+                cells.append(f"{rate:.0f} ({rate / max(peers):.2f}×)" if rate else "–")
+            rows.append(cells)
+    head = ["TFLOP/s (ratio to the best of FA3 and cuDNN)", *SHAPES.values()]
+    (ceiling,) = (r["tflops"] for r in data["rows"] if r["kind"] == "ceiling")
+    checks = [r for r in data["rows"] if r["kind"] == "check"]
+    bad = sum(not r["ok"] for r in checks)
     note = (
-        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, one run, kernel of commit 8593c56; "
-        f"{data['checks']} checks of correctness, all passed (`h200/gluon-sweep.json`)."
+        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, one run of up to two rounds, "
+        f"kernel of commit {data['commit']}, cuBLAS {ceiling:.0f}; plans as chosen since from the same run; "
+        f"{len(checks)} checks of correctness before it, {bad} bad (splits under causal, mended since) "
+        "(`h200/hopper.json`)."
     )
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "cpu": ("cpu/bench.json", cpu),
-    "triton": ("h200/triton-sweep.json", triton),
+    "triton": ("h200/triton.json", triton),
     "decode": ("h200/decode-sweep.json", decode),
-    "gluon": ("h200/gluon-sweep.json", gluon),
+    "gluon": ("h200/hopper.json", gluon),
 }
 
 

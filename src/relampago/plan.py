@@ -31,6 +31,7 @@ class Plan:
         split: 1 if dK and dV take a launch each, with twice the registers (GPU, large head dims).
         schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
+        ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
@@ -44,6 +45,7 @@ class Plan:
     split: int = 0
     schedule: int = 0
     pingpong: int = 0
+    ahead: int = 0
     pin: int = 0
     rotate: int = 0
 

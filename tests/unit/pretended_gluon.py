@@ -159,6 +159,10 @@ class Memory:
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.a.transpose(order))
 
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        assert start + length <= self.a.shape[dim]
+        return Memory(self.a[(slice(None),) * dim + (slice(start, start + length),)])
+
     def load(self, layout: Any) -> Tensor:
         return Tensor(self.a.copy())
 
@@ -206,20 +210,25 @@ class Pending:
     def finish(self) -> None:
         if self.value is None:
             a, b, acc, use_acc = self.operands
-            if isinstance(acc, Pending):
-                acc.finish()
-                acc = acc.value
             with np.errstate(all="ignore"):
                 product = raw(a if isinstance(a, Tensor) else Tensor(a.a)) @ b.a
+            if isinstance(acc, Pending):  # a product adds to one that is still under way
+                acc.finish()
+                acc = acc.value
             self.value = Tensor(product + acc.a if use_acc else product)
 
 
 class Pointer:
-    """A place in a flat array."""
+    """Places in a tensor's memory."""
 
-    def __init__(self, a: np.ndarray, at: Any = 0) -> None:
+    def __init__(self, a: torch.Tensor, at: Any = 0) -> None:
         self.a, self.at = a, at
         self.dtype = types.SimpleNamespace(element_ty="dt")
+
+    @staticmethod
+    def to(t: torch.Tensor) -> Pointer:
+        size = t.untyped_storage().size() // t.element_size() - t.storage_offset()
+        return Pointer(t.as_strided((size,), (1,)))
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.a, self.at + raw(other))
@@ -285,6 +294,7 @@ def make_language() -> types.ModuleType:
     gl.arange = lambda start, end, layout: Tensor(np.arange(start, end))
     gl.expand_dims = lambda x, axis: Tensor(np.expand_dims(x.a, axis))
     gl.reshape = lambda x, shape: Tensor(x.a.reshape(shape))
+    gl.permute = lambda x, order: Tensor(x.a.transpose(order))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
     gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
@@ -316,7 +326,7 @@ def _allocate(dtype: str, shape: list[int], layout: Any) -> Memory:
         for i in np.ndindex(*shape):
             bars[i] = Barrier()
         return Memory(bars)
-    return Memory(np.full(shape, np.nan) if dtype == "dt" else np.zeros(shape, dtype=np.int64))
+    return Memory(np.zeros(shape, dtype=np.int64) if dtype == "int32" else np.full(shape, np.nan))
 
 
 def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
@@ -334,19 +344,23 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return args[0]
 
 
-def _load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
-    if np.ndim(pointer.at):
-        keep = np.broadcast_to(raw(mask), pointer.at.shape)
-        assert other is not None or keep.all()
-        found = np.full(pointer.at.shape, 0 if other is None else other, dtype=np.float64)
-        found[keep] = pointer.a[pointer.at[keep]]
-        return Tensor(found if pointer.a.dtype.kind == "f" else found.astype(np.int64))
-    value = pointer.a[pointer.at]
-    return np.float64(value) if value.dtype.kind == "f" else int(value)
+def _load(pointer: Pointer, mask: Any = None, other: float | None = None) -> Any:
+    if np.ndim(pointer.at) == 0:
+        value = pointer.a[pointer.at].item()
+        return value if mask is None or mask else other
+    keep = np.broadcast_to(True if mask is None else raw(mask), pointer.at.shape)
+    assert other is not None or keep.all()
+    found = np.full(pointer.at.shape, 0 if other is None else other, dtype=np.float64)
+    found[keep] = pointer.a[torch.from_numpy(pointer.at[keep])].double().numpy()
+    return Tensor(found if pointer.a.dtype.is_floating_point else found.astype(np.int64))
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str) -> int:
+def _atomic_add(pointer: Pointer, value: Any, sem: str) -> Any:
     M.scheduler.pause()
+    if isinstance(value, Tensor):
+        at = torch.from_numpy(pointer.at.reshape(-1))
+        pointer.a.index_add_(0, at, torch.from_numpy(value.a.reshape(-1)).to(pointer.a.dtype))
+        return None
     old = int(pointer.a[0])
     pointer.a[0] += value
     return old
@@ -355,7 +369,8 @@ def _atomic_add(pointer: Pointer, value: int, sem: str) -> int:
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     at = np.atleast_1d(pointer.at)
     keep = np.broadcast_to(raw(mask), at.shape)
-    pointer.a[at[keep]] = np.broadcast_to(raw(value), at.shape)[keep]
+    values = np.broadcast_to(raw(value), at.shape)[keep]
+    pointer.a[torch.from_numpy(at[keep])] = torch.from_numpy(values).to(pointer.a.dtype)
 
 
 def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
@@ -391,8 +406,9 @@ def make_hopper() -> types.ModuleType:
         M.scheduler.pause()
         while len(M.here.products) > num_outstanding:
             M.here.products.pop(0).finish()
-        assert all(d.value is not None for d in deps)
-        return deps[0].value if len(deps) == 1 else tuple(d.value for d in deps)
+        values = tuple(dep.value for dep in deps)
+        assert all(value is not None for value in values)
+        return values[0] if len(values) == 1 else values
 
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = mma, mma_wait
 
@@ -409,9 +425,9 @@ def make_hopper() -> types.ModuleType:
         bar.pending -= 1
         bar.settle()
 
-    def wait(bar: Barrier, parity: int) -> None:
+    def wait(bar: Barrier, parity: int, pred: bool = True) -> None:
         assert parity in (0, 1)
-        M.scheduler.pause(lambda: bar.phase != parity)
+        M.scheduler.pause(lambda: not pred or bar.phase != parity)
 
     hopper.mbarrier = types.SimpleNamespace(
         init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: None
@@ -469,37 +485,36 @@ def pretended() -> dict[str, Any]:
     }
 
 
+def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
+    """A kernel's source, all programs of a grid at once."""
+
+    def as_pointer(t: Any) -> Any:
+        if isinstance(t, tuple):
+            return type(t)(*map(as_pointer, t))
+        return Pointer.to(t) if isinstance(t, torch.Tensor) else t
+
+    M.here.threads, M.here.named_all, M.here.programs = [], [], grid
+    for program in range(grid):
+        M.here.program = program
+        kernel(*map(as_pointer, args))
+    if M.here.threads:
+        M.scheduler.run(M.here.threads)
+    left = [b.arrived for named in M.here.named_all for b in named.values()]
+    assert not any(left), "a named barrier is left half full"
+
+
 def run(launcher: Any, x: Arrays, plan: Plan, seed: int, multiprocessors: int = 3) -> Any:
-    """The forward by the kernel's source, all programs of a grid at once."""
+    """The forward by the kernel's source."""
     M.scheduler = Scheduler(seed)
-
-    def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
-        bf16: list[tuple[Any, torch.Tensor]] = []  # which numpy does not know
-
-        def as_pointer(t: Any) -> Any:
-            if isinstance(t, tuple):
-                return type(t)(*map(as_pointer, t))
-            if not isinstance(t, torch.Tensor):
-                return t
-            if t.dtype == torch.bfloat16:
-                bf16.append((t.view(-1).float().numpy(), t))
-                return Pointer(bf16[-1][0])
-            return Pointer(t.view(-1).numpy())
-
-        M.here.threads, M.here.named_all, M.here.programs = [], [], grid
-        pointers = [as_pointer(arg) for arg in args]
-        for program in range(grid):
-            M.here.program = program
-            kernel(*pointers)
-        if M.here.threads:
-            M.scheduler.run(M.here.threads)
-        for found, t in bf16:
-            t.view(-1).copy_(torch.from_numpy(found))
-        left = [b.arrived for named in M.here.named_all for b in named.values()]
-        assert not any(left), "a named barrier is left half full"
-
     launcher.launch = launch
     out, lse = launcher.forward(plan, x, multiprocessors)
     counters = launcher._COUNTERS.get(0)
     assert counters is None or not counters.cells.any(), "the counter was not set back"
     return out, lse
+
+
+def run_backward(launcher: Any, seed: int, *args: Any) -> Any:
+    """The backward by its kernels' source."""
+    M.scheduler = Scheduler(seed)
+    launcher.launch = launch
+    return launcher.backward(*args)

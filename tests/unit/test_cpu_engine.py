@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 
 import relampago as rl
-from relampago.backends.cpu import precision
+from relampago.backends.cpu import precision, threads, tile
 
 
 def mode() -> str:
@@ -139,3 +142,63 @@ def test_no_n_by_n_array_forward_or_backward() -> None:
     matrix = 2 * n * n * 4  # the scores of 2 heads in fp32: 302 MB
     assert growth(n, "cpu") < matrix / 3
     assert growth(n, "reference") > matrix  # so the measurement would see one
+
+
+def test_workers_run_single_threaded_operators() -> None:
+    """torch hands a thread's first operator the process's number of threads: it must have been asked before."""
+    workers = threads._start(2)
+    try:
+        for _ in range(2):
+            numbers = [workers.submit(torch.get_num_threads) for _ in range(4)]
+            assert [n.result() for n in numbers] == [1] * 4
+            workers.submit(lambda: torch.randn(1 << 18).exp()).result()
+    finally:
+        workers.shutdown()
+
+
+@pytest.mark.parametrize("factor", [1.0, 5.0, 1e4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_and_without_a_running_maximum(factor, causal, monkeypatch) -> None:
+    """Where a bound lets the forward skip the maximum, output and LSE are what the maximum gives."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 300, 2, 32, generator=generator) for _ in range(3))
+    q = q * factor
+    skipped = rl.attention(q, k, v, causal=causal, return_lse=True, backend="cpu")
+    monkeypatch.setattr(tile, "SMALL", -1.0)
+    shifted = rl.attention(q, k, v, causal=causal, return_lse=True, backend="cpu")
+    for one, other in zip(skipped, shifted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_maximum_is_skipped_for_small_scores_only(monkeypatch) -> None:
+    found = []
+    small = tile.Tile.small
+    monkeypatch.setattr(tile.Tile, "small", lambda *a: found.append(small(*a)) or found[-1])
+    q, k, v = (torch.randn(1, 128, 1, 32) for _ in range(3))
+    for poisoned in (k, k * 1e4, k.index_fill(1, torch.tensor(5), math.inf),
+                     k.index_fill(1, torch.tensor(5), math.nan)):  # fmt: skip
+        rl.attention(q, poisoned, v, backend="cpu")
+    assert found == [True, False, False, False]
+
+
+def test_large_values_stay_finite_without_a_maximum() -> None:
+    q, k = (torch.randn(1, 256, 1, 32) for _ in range(2))
+    out = rl.attention(q, k, torch.full((1, 256, 1, 32), 1e20), backend="cpu")
+    torch.testing.assert_close(out, torch.full_like(out, 1e20))
+
+
+def test_buffers_keep_no_input_alive() -> None:
+    q, k, v = (torch.randn(1, 256, 2, 32) for _ in range(3))
+    kept = weakref.ref(k.untyped_storage())
+    rl.attention(q, k, v, backend="cpu")
+    del k
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_failing_task_is_reported() -> None:
+    def fail(task: int) -> None:
+        raise RuntimeError(f"task {task}")
+
+    with pytest.raises(RuntimeError, match="task"):
+        threads.run(fail, range(5))

@@ -45,7 +45,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 def test_same_result_as_the_op(taken, options) -> None:
     q, k, v = make()
     for _ in range(3):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from relampago.cases import Case
 
 DIRECTIONS = ("forward", "both")
+SLOW = 1.0  # seconds; a call that takes longer has warmed up by the one that gave its results
 
 
 class Setting(NamedTuple):
@@ -91,9 +94,23 @@ def bench(
             rows += entries
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"machine": facts, "device": where, "rows": rows}
+        record = {"machine": facts, "device": where, "protocol": _protocol(where), "rows": rows}
         out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {out}")
+
+
+def _protocol(where: str) -> dict[str, Any]:
+    """What else a reader of the figures must know: the pause before a sample, and this process's priority."""
+    if where == "cuda":
+        return {"order": "alternating"}
+    from relampago.cli import timing
+
+    policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+    return {
+        "order": "alternating",
+        "pause_seconds": timing.PAUSE,
+        "real_time_priority": policy in (1, 2),  # SCHED_FIFO, SCHED_RR: neighbours wait
+    }
 
 
 def _words(text: str, known: tuple[str, ...], option: str) -> list[str]:
@@ -140,6 +157,7 @@ def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[d
     dout = gradient(tensors, setting.direction)
     oracle = accuracy.Oracle(case, tensors, options, dout)
     runners, rows = {}, []
+    slowest = 0.0
     for name in (*names, SDPA):
         row: dict[str, Any] = {
             "case": case.name, "dtype": setting.dtype, "direction": setting.direction, "backend": name,
@@ -147,7 +165,9 @@ def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[d
         rows.append(row)
         try:
             entrant = contestant(name, case, tensors, options, dout)
+            started = time.perf_counter()
             results = entrant.call() if entrant else None
+            slowest = max(slowest, time.perf_counter() - started)
         except Unsupported as refusal:
             row["refused"] = str(refusal).splitlines()[-1].split(name, 1)[-1].strip()
             continue
@@ -161,6 +181,7 @@ def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[d
         device=setting.device,
         repeats=setting.repeats,
         budget=setting.budget,
+        warm=slowest < SLOW,
         tick=tick,
     )
     flops = _flops(case, tensors, options, setting.direction)

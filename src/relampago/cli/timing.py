@@ -1,8 +1,9 @@
 """How time is measured: side by side in one run, in alternating order, after a warm-up; the median and the spread.
 
-On a CPU the wall clock; a call much shorter than a millisecond is repeated until it fills one. On a GPU a pair of CUDA
-events around each call, after the L2 cache has been overwritten: the overwriting also keeps the GPU busy while the
-host launches, so that launch time does not count.
+On a CPU the wall clock, after a pause: torch's OpenMP threads spin for some 10 ms after a parallel region, and would
+take a core from whoever comes next. A call much shorter than a millisecond is repeated until it fills one. On a GPU a
+pair of CUDA events around each call, after the L2 cache has been overwritten: the overwriting also keeps the GPU busy
+while the host launches, so that launch time does not count.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 FLUSH_BYTES = 256 * 2**20  # more than any L2
 LEAST_SAMPLE = 1e-3  # seconds of wall clock that one sample fills
 LEAST_ROUNDS = 3
+PAUSE = 0.02  # seconds, before each sample on a CPU
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def alternate(
         device: "cpu" or "cuda".
         repeats: samples of each.
         budget: stop early, but not before three rounds, once this many seconds are spent.
-        warm: call each once, or twice if quick, before.
+        warm: call each once, or twice if quick, before; False if they have just run.
         tick: called after each round.
 
     Returns:
@@ -95,6 +97,8 @@ def alternate(
     found: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(repeats):
         for name in list(calls) if round_ % 2 == 0 else list(calls)[::-1]:
+            if device != "cuda":
+                time.sleep(PAUSE)
             found[name].append(sample(calls[name], inner[name]))
         tick()
         if round_ + 1 >= LEAST_ROUNDS and time.perf_counter() - started > budget:

@@ -48,10 +48,11 @@ def backward(
     parts = max(1, -(-torch.get_num_threads() // max(1, len(heads))))
     dtype = accumulate_dtype(x.q.dtype)
     kv_dtype = dtype if parts > 1 else x.out_dtype
+    blank = torch.empty if x.cu_q is None else torch.zeros  # rows of no sequence have gradient 0
     sums = Sums(
-        torch.zeros_like(x.q, dtype=x.out_dtype),
-        x.k.new_zeros(parts, *x.k.shape, dtype=kv_dtype),
-        x.v.new_zeros(parts, *x.v.shape, dtype=kv_dtype),
+        blank(x.q.shape, dtype=x.out_dtype),
+        blank(parts, *x.k.shape, dtype=kv_dtype),
+        blank(parts, *x.v.shape, dtype=kv_dtype),
         torch.zeros_like(x.bias, dtype=dtype) if x.bias is not None and wanted.bias else None,
         x.q.new_zeros(x.batch, parts, x.q.shape[-2], dtype=dtype) if x.sinks is not None else None,
     )
@@ -99,9 +100,9 @@ def differentiate(
     whole = task.heads
     groups = [whole._replace(r0=r, r1=r + 1) for r in range(x.group)] if per_head else [whole]
     slab = Slab(x, whole)
-    g, len_k = slab.k.shape[1], slab.k.shape[0]
-    dk = torch.zeros(g, len_k, slab.k.shape[2], dtype=slab.dtype)
-    dv = torch.zeros(g, len_k, slab.v.shape[2], dtype=slab.dtype)
+    g, len_k = slab.k.shape[:2]
+    dk = scratch("dk", (g, len_k, slab.k.shape[2]), slab.dtype).zero_()
+    dv = scratch("dv", (g, len_k, slab.v.shape[2]), slab.dtype).zero_()
     for heads in groups:
         slab = Slab(x, heads)
         step = rows_per_tile(x, heads, plan)

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from relampago.backends.cpu import threads
 from relampago.backends.cpu.precision import fast_fp32
-from relampago.backends.cpu.tile import LN2, Heads, Slab, Tile
+from relampago.backends.cpu.tile import FEW, HELD, LN2, SCORES, Heads, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, accumulate_dtype
+
+# Less than any sum of weights but 0: a row that sees no key gives 0 / TINY.
+TINY = 2.0**-120
 
 
 class Task(NamedTuple):
@@ -35,44 +38,72 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if x.cu_q is not None:  # rows that belong to no sequence
         out[int(x.cu_q[-1]) :] = 0
         lse[:, int(x.cu_q[-1]) :] = -math.inf
-    tasks = sorted(cut(x, plan), key=lambda task: -task.p1)  # under causal, heaviest first
+    # Head by head, since a thread keeps a head's keys; heaviest first, so that under causal a light one comes last.
+    tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))
+    slabs: dict[Heads, Slab] = {}
+
+    def work(task: Task) -> None:
+        slab = slabs.get(task.heads) or slabs.setdefault(task.heads, Slab(x, task.heads))
+        attend(Tile(slab, task.p0, task.p1), plan, out, lse)
+
     with fast_fp32(worth_fast(x)):
-        threads.run(lambda task: attend(x, plan, task, out, lse), tasks)
+        threads.run(work, tasks)
     return out, lse
 
 
-def attend(x: Arrays, plan: Plan, task: Task, out: Tensor, lse: Tensor) -> None:
+def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
     """One tile: Algorithm 1, lines 4 to 15."""
-    slab = Slab(x, task.heads)
-    tile = Tile(slab, task.p0, task.p1)
+    slab = tile.slab
     q = tile.queries()  # [g, l·R, D]
-    m = q.new_full((*q.shape[:2], 1), -math.inf)
-    l = torch.zeros_like(m)
-    acc = None
+    m = l = acc = None
+    unshifted = tile.small(q)
     for panel in tile.panels(plan.block_k):  # line 6
         k, v = slab.take("k", slab.k, panel), slab.take("v", slab.v, panel)
         s = tile.scores(q, k, panel)  # line 8
-        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        shift = finite(m_new)
-        p = tile.power_(s.sub_(shift))
-        alpha = tile.power_(m - shift)
-        l = l * alpha + p.sum(-1, keepdim=True)  # line 9
+        if not unshifted:
+            m_new = s.amax(-1, keepdim=True)
+            m_new = m_new if m is None else torch.maximum(m, m_new)
+            shift = finite(m_new)
+            s.sub_(shift)
+            if m is not None:
+                rescale(l, acc, tile.power_(m - shift))
+            m = m_new
+        p = tile.power_(s)
+        total = p.sum(-1, keepdim=True)
+        l = total if l is None else l.add_(total)  # line 9
         if (keep := tile.kept(panel)) is not None:
             p.mul_(keep)
-        acc = torch.bmm(p, v) if acc is None else acc.mul_(alpha).baddbmm_(p, v)  # line 10
-        m = m_new
+        acc = product(p, v) if acc is None else acc.baddbmm_(p, v)  # line 10
     if (sink := tile.sink()) is not None:  # one more score, with no value
-        m_new = torch.maximum(m, sink)
-        alpha = tile.power_(m - m_new)
-        l = l * alpha + tile.power_(sink - m_new)
-        acc = None if acc is None else acc.mul_(alpha)
+        m_new = sink if m is None else torch.maximum(m, sink)
+        weight = tile.power_(sink - m_new)
+        if m is not None:
+            rescale(l, acc, tile.power_(m - m_new))
+        l = weight if l is None else l.add_(weight)
         m = m_new
-    if acc is None:  # no key in reach
+    if l is None:  # no key in reach
+        l = q.new_zeros(*q.shape[:2], 1)
+    if acc is None:
         acc = q.new_zeros(*q.shape[:2], slab.v.shape[-1])
-    tile.unpack(acc.div_(torch.where(l == 0, 1.0, l)), slab.queries_of(out))  # line 12
-    total = (m + l.log2()) * LN2 if slab.base2 else m + l.log()  # line 13
-    target = slab.lse_of(lse)[:, :, task.p0 : task.p1]
+    tile.divide(acc, l.clamp(min=TINY), slab.queries_of(out))  # line 12
+    if m is None:
+        total = l.log_()
+    else:  # line 13
+        total = l.log2_().add_(m).mul_(LN2) if slab.base2 else l.log_().add_(m)
+    target = slab.lse_of(lse)[:, :, tile.p0 : tile.p1]
     target.copy_(total.view(tile.shape).transpose(1, 2))
+
+
+def rescale(l: Tensor | None, acc: Tensor | None, alpha: Tensor) -> None:
+    """Bring sum and output to a new maximum."""
+    for t in (l, acc):
+        if t is not None:
+            t.mul_(alpha)
+
+
+def product(p: Tensor, v: Tensor) -> Tensor:
+    """The product p·v in a buffer of this thread."""
+    return torch.bmm(p, v, out=scratch("acc", (*p.shape[:2], v.shape[2]), p.dtype))
 
 
 def finite(m: Tensor) -> Tensor:
@@ -82,7 +113,7 @@ def finite(m: Tensor) -> Tensor:
 
 def worth_fast(x: Arrays) -> bool:
     """The fast fp32 product loses on few rows, as in decoding."""
-    return x.len_q * x.group >= 64 and x.q.dtype != torch.float64
+    return x.len_q * x.group >= FEW and x.q.dtype != torch.float64
 
 
 def cut(x: Arrays, plan: Plan) -> list[Task]:
@@ -108,8 +139,13 @@ def head_ranges(x: Arrays, b: int, len_q: int, len_k: int, plan: Plan) -> list[H
     kv_heads = x.k.shape[-2]
     if x.blocks is not None and x.blocks.count.shape[1] > 1:
         return [Heads(b, g, g + 1, r, r + 1) for g in range(kv_heads) for r in range(x.group)]
+    workers = torch.get_num_threads()
     cells = min(len_q * x.group, plan.block_q) * min(len_k, plan.block_k)
-    fit = max(1, plan.block_q * plan.block_k // max(1, cells))
-    share = -(-kv_heads * x.batch // torch.get_num_threads())  # leave every thread something to do
-    step = max(1, min(fit, share, kv_heads))
+    fit = max(SCORES, plan.block_q * plan.block_k) // max(1, cells)
+    # Leave every thread something to do; but few rows make few large operators, whose work torch's own threads share.
+    few = len_q * x.group < FEW
+    share = kv_heads if few else -(-kv_heads * x.batch // workers)
+    reach = len_k if x.band_of(b).left is None else min(len_k, plan.block_k)
+    hold = kv_heads if few else HELD // max(1, reach * max(x.k.shape[-1], x.v.shape[-1]))
+    step = max(1, min(fit, share, hold, kv_heads))
     return [Heads(b, g, min(g + step, kv_heads), 0, x.group) for g in range(0, kv_heads, step)]

@@ -1,15 +1,17 @@
 """Tasks over threads: one Python thread per core, each with single-threaded torch operators.
 
 One parallel region per call, and not one per operator: tiles are small, and a barrier after each of many operators
-makes an engine ten times slower as soon as a neighbour takes a core (shared/research/cpu.md, section 4d).
+makes an engine ten times slower as soon as a neighbour takes a core (benchmarks/notes/cpu.md, entry 12).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -23,19 +25,37 @@ _size = 0
 
 def run(fn: Callable[[Task], None], tasks: Iterable[Task], *, serial: bool = False) -> None:
     """Call fn on every task, on as many threads as torch uses; in order and on this thread if serial."""
-    tasks = list(tasks)
+    waiting = deque(tasks)
     workers = torch.get_num_threads()
-    if serial or workers == 1 or len(tasks) < 2:
-        for task in tasks:
+    if serial or workers == 1 or len(waiting) < 2:
+        for task in waiting:
             fn(task)
         return
 
-    def quietly(task: Task) -> None:
-        with torch.no_grad():  # grad mode belongs to a thread
-            fn(task)
+    def work() -> None:
+        with torch.no_grad(), contextlib.suppress(_Empty):  # grad mode belongs to a thread
+            while True:
+                fn(_next(waiting))
 
-    for _ in _workers(workers).map(quietly, tasks):
-        pass
+    pool = _workers(workers)
+    shares = [pool.submit(work) for _ in range(min(workers, len(waiting)))]
+    try:
+        wait(shares)  # all, since they write to what the caller holds
+    finally:
+        waiting.clear()  # an interrupt leaves no work behind
+    for share in shares:
+        share.result()
+
+
+class _Empty(Exception):
+    """No task is left."""
+
+
+def _next(waiting: deque[Task]) -> Task:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        raise _Empty from None
 
 
 def _workers(size: int) -> ThreadPoolExecutor:
@@ -53,6 +73,7 @@ def _start(size: int) -> ThreadPoolExecutor:
     ready = threading.Barrier(size + 1)
 
     def begin() -> None:
+        torch.get_num_threads()  # a thread's first question resets its number to the process's: ask before setting it
         torch.set_num_threads(1)
         ready.wait()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,13 +24,24 @@ from relampago.problem import Arrays, accumulate_dtype
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+SCORES = (
+    2**20
+)  # held by a thread at a time: fewer, and calls cost more than work; more, and caches overflow
+KEPT = (
+    2**19
+)  # elements of keys or values that a thread copies as a whole, for all tiles of their heads
+HELD = 2**20  # elements of keys or values in the heads of one task
+FEW = 64  # rows of a kv head with which reading keys, and not products, takes the time: decoding
+SMALL = 40.0  # 2**40 times 2**17 keys times values of up to 2**70 stays within fp32
 
 
 class _Buffers(threading.local):
-    """A thread's buffers by name and dtype."""
+    """A thread's buffers by name and dtype, and the view of each that was asked for last."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.last: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.owner: dict[tuple[str, torch.dtype], weakref.ref[Slab]] = {}  # whose keys it holds
 
 
 _scratch = _Buffers()
@@ -60,13 +72,20 @@ class Slab:
     def __init__(self, x: Arrays, heads: Heads) -> None:
         self.x, self.heads = x, heads
         self.rows, self.cols, self.band = x.rows(heads.b), x.keys(heads.b), x.band_of(heads.b)
-        self.k = x.k[..., heads.g0 : heads.g1, :][self.cols]  # [Lk, g, D]
-        self.v = x.v[..., heads.g0 : heads.g1, :][self.cols]  # [Lk, g, E]
+        self.k = x.k[..., heads.g0 : heads.g1, :][self.cols].transpose(0, 1)  # [g, Lk, D]
+        self.v = x.v[..., heads.g0 : heads.g1, :][self.cols].transpose(0, 1)  # [g, Lk, E]
         self.q = self.queries_of(x.q)  # [Lq, g, R, D]
         self.dtype = accumulate_dtype(x.q.dtype)
         # Base 2 needs one multiplication less per element; with mods or a bias scores stay natural, since a bias of
         # finfo.min times log2(e) would no longer be finite.
         self.base2 = not x.mods and x.bias is None
+        self._longest_key: float | None = None
+
+    def longest_key(self) -> float:
+        """The Euclidean length of the longest key; measured once."""
+        if self._longest_key is None:
+            self._longest_key = largest_norm(self.k)
+        return self._longest_key
 
     def queries_of(self, t: Tensor) -> Tensor:
         """The task's rows and heads of a tensor laid out like q: a view [Lq, g, R, …]."""
@@ -82,10 +101,22 @@ class Slab:
     def take(self, name: str, t: Tensor, panel: Panel, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of a panel, [g, n, D], in the accumulation dtype or another; copied if products gain by it."""
         dtype = dtype or self.dtype
-        part = t[panel.keys].transpose(0, 1)
-        if part.dtype == dtype and (part.is_contiguous() or self.q.shape[0] * self.q.shape[2] < 64):
-            return part
-        return scratch(name, part.shape, dtype).copy_(part)
+        few = self.q.shape[0] * self.q.shape[2] < FEW
+        if t.dtype == dtype and (few or t.is_contiguous()):
+            return t[:, panel.keys]
+        if few and isinstance(panel.keys, slice):
+            # heads stay where they are: memory is read in order
+            rows = t.transpose(0, 1)[panel.keys]
+            return scratch(name, rows.shape, dtype).copy_(rows).transpose(0, 1)
+        if few or t.numel() > KEPT or not (t.shape[0] == 1 or panel.size == t.shape[1]):
+            part = t[:, panel.keys]
+            return scratch(name, part.shape, dtype).copy_(part)
+        whole = scratch(f"whole {name}", t.shape, dtype)
+        owner = _scratch.owner.get((name, dtype))
+        if owner is None or owner() is not self:
+            _scratch.owner[name, dtype] = weakref.ref(self)
+            whole.copy_(t)
+        return whole if panel.size == t.shape[1] else whole[:, panel.keys]
 
     def heads_of(self, t: Tensor) -> Tensor:
         """The task's sequence and heads of what broadcasts to (B, H, Lq, Lk): a view [g or 1, R or 1, Lq, Lk]."""
@@ -116,9 +147,34 @@ class Tile:
         """This tile's rows of a view [g, R, Lq] as [g, l·R, 1]."""
         return lse[:, :, self.p0 : self.p1].transpose(1, 2).reshape(self.g, -1, 1)
 
+    def divide(self, acc: Tensor, l: Tensor, into: Tensor) -> None:
+        """Write packed rows acc / l, [g, l·R, D] and [g, l·R, 1], to a view [Lq, g, R, D]."""
+        rows = into[self.p0 : self.p1].transpose(0, 1)  # [g, l, R, D]
+        torch.div(acc.view(rows.shape), l.view(*self.shape, 1), out=rows)
+
     def queries(self) -> Tensor:
         """Scaled queries [g, l·R, D]; their products with keys are scores, in base 2 where the slab says so."""
-        return self.pack(self.slab.q) * (self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0))
+        scale = self.slab.x.scale * (LOG2E if self.slab.base2 else 1.0)
+        rows = self.slab.q[self.p0 : self.p1].transpose(0, 1)  # [g, l, R, D]
+        packed = scratch("q", rows.shape, self.slab.dtype)
+        if rows.dtype == packed.dtype:
+            torch.mul(rows, scale, out=packed)
+        else:
+            packed.copy_(rows).mul_(scale)
+        return packed.view(self.g, -1, rows.shape[3])
+
+    def small(self, q: Tensor) -> bool:
+        """Whether no score, in base 2, is beyond ±SMALL: |q·k| <= |q| |k| (Cauchy and Schwarz).
+
+        Their powers neither overflow nor vanish in fp32, so the softmax needs no maximum. False for inf and NaN.
+        """
+        x = self.slab.x
+        few = (
+            self.slab.q.shape[0] * self.group < FEW
+        )  # reading all keys to save a maximum would not pay
+        if few or not self.slab.base2 or x.sinks is not None:
+            return False
+        return largest_norm(q) * self.slab.longest_key() <= SMALL
 
     def panels(self, size: int) -> Iterator[Panel]:
         """The keys that some row sees, at most `size` at a time."""
@@ -142,7 +198,7 @@ class Tile:
 
     def bounds(self) -> tuple[int, int, int, int]:
         """Keys [start, end) that some row sees and [full_start, full_end) that every row sees."""
-        band, len_k = self.slab.band, self.slab.k.shape[0]
+        band, len_k = self.slab.band, self.slab.k.shape[1]
         sides = (band.offset, band.left, band.right, band.prefix)
         start, end = key_range(self.p0, self.p1 - 1, len_k, *sides)
         full_start, full_end = full_range(self.p0, self.p1 - 1, len_k, *sides)
@@ -175,7 +231,7 @@ class Tile:
         tiles = blocks.tiles[which.clamp(min=0)] | (which < 0).view(-1, 1, 1)  # [count, BQ, BK]
         keys = (index[:, None] * block_k + torch.arange(block_k)).flatten().long()
         seen = tiles.transpose(0, 1).flatten(1)[self.p0 - i * block_q : self.p1 - i * block_q]
-        inside = keys < slab.k.shape[0]
+        inside = keys < slab.k.shape[1]
         return keys[inside], seen[:, inside]
 
     def scores(
@@ -187,6 +243,8 @@ class Tile:
         x = self.slab.x
         if x.mods:
             s = self.modified(s, panel, steps)
+        if x.bias is None and x.mask is None and panel.pattern is None and not panel.edges:
+            return s
         grid = s.view(*self.shape, panel.size)  # [g, l, R, n]
         if x.bias is not None:
             grid += self.part(x.bias, panel)
@@ -311,6 +369,23 @@ def triangle(rows: int, cols: int, low: int | None, high: int | None, dtype: tor
     return torch.zeros(rows, cols, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
+def largest_norm(t: Tensor) -> float:
+    """The greatest Euclidean length of rows [g, n, D], in fp32 or better; 0 without rows."""
+    if t.numel() == 0:
+        return 0.0
+    longest = 0.0
+    for part in t.split(max(1, SCORES // (4 * t.shape[0] * t.shape[2])), dim=1):
+        squares = scratch("scores", part.shape, accumulate_dtype(t.dtype))
+        if t.dtype == squares.dtype:
+            torch.mul(part, part, out=squares)
+        else:
+            squares.copy_(part).square_()
+        longest = max(longest, length := squares.sum(-1).amax().item())
+        if not math.isfinite(length):
+            return length
+    return math.sqrt(longest)
+
+
 def columns(panel: Panel) -> Tensor:
     """The panel's keys [n]."""
     if isinstance(panel.keys, slice):
@@ -320,9 +395,13 @@ def columns(panel: Panel) -> Tensor:
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A buffer of this thread, reused from tile to tile: fresh memory costs a page fault every 4 KiB."""
+    last = _scratch.last.get((name, dtype))
+    if last is not None and last.shape == shape:
+        return last
     size = math.prod(shape)
     buffer = _scratch.held.get((name, dtype))
     if buffer is None or buffer.numel() < size:
         buffer = torch.empty(size, dtype=dtype)
         _scratch.held[name, dtype] = buffer
-    return buffer[:size].view(shape)
+    last = _scratch.last[name, dtype] = buffer[:size].view(shape)
+    return last

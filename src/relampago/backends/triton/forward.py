@@ -36,6 +36,8 @@ from relampago.backends.triton.tile import (
     rows_of,
     scores,
     store_tile,
+    turn_of,
+    turned,
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -166,7 +168,9 @@ def attend(
     if sparse is None:
         start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
-        for k0 in tl.range(full, full_end, BK):  # line 6, without masks
+        turn, steps = turn_of(tile, full, full_end, BK)
+        for i in tl.range(0, steps):  # line 6, without masks
+            k0 = turned(i, turn, steps, full, BK)
             acc1, acc2, l, m = step(
                 acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, b, head, k0, rows, q_end, len_k, offset,
                 factor, size, lay, sk, sv, band, extra, None, 0, 0, 0,

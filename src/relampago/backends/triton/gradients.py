@@ -32,6 +32,8 @@ from relampago.backends.triton.tile import (
     scores,
     slope,
     store_tile,
+    turn_of,
+    turned,
     weights,
 )
 
@@ -254,7 +256,9 @@ def by_keys(
         if FUSED:
             dq_head = dq + origin(sdq, b, first, head)
         if sparse is None:
-            for q0 in tl.range(full, full_end, BQ):
+            turn, steps = turn_of(tile, full, full_end, BQ)
+            for i in tl.range(0, steps):
+                q0 = turned(i, turn, steps, full, BQ)
                 dk1, dk2, dv1, dv2 = keys_step(
                     dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_head, do_head, dq_head, qb1, qb2, ob1, ob2, dq1, dq2,
                     dbias, shift + at, delta + at, norm_head, b, head, q0, keys, len_q, k_end, offset,
@@ -375,7 +379,9 @@ def by_queries(
     if sparse is None:
         start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
-        for k0 in tl.range(full, full_end, BK):
+        turn, steps = turn_of(tile, full, full_end, BK)
+        for i in tl.range(0, steps):
+            k0 = turned(i, turn, steps, full, BK)
             dq1, dq2 = queries_step(
                 dq1, dq2, q1, q2, do1, do2, k, v, kb1, kb2, vb1, vb2, dbias, top, di, row_norm, b, head, k0, rows,
                 q_end, len_k, offset, factor, scale, size, lay, sk, sv, band, extra, bias_stride,

@@ -19,6 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 BIG = tl.constexpr(2147483647)
 SCAN = tl.constexpr(1024)  # rows of a table that are looked at together
+SPREAD = tl.constexpr(3)  # blocks between where neighbouring programs begin
 _A, _B, _GOLDEN = tl.constexpr(dropout._A), tl.constexpr(dropout._B), tl.constexpr(dropout._GOLDEN)
 
 
@@ -248,6 +249,24 @@ def loop_bounds(start, end, full_start, full_end, BLOCK: tl.constexpr):
     before = (full - start) // BLOCK
     n = before + tl.maximum(tl.cdiv(end - full_end, BLOCK), 0)
     return start, full, full_end, before, n
+
+
+@triton.jit
+def turn_of(tile, full, full_end, BLOCK: tl.constexpr):
+    """At which block of [full, full_end) a program begins, and how many there are.
+
+    Programs that all read the same rows at the same time would keep one part of the L2 cache busy and the rest idle:
+    neighbours begin SPREAD blocks apart and go round.
+    """
+    steps = (full_end - full) // BLOCK
+    return tile * SPREAD % tl.maximum(steps, 1), steps
+
+
+@triton.jit
+def turned(i, turn, steps, full, BLOCK: tl.constexpr):
+    """Where the i-th block that a program visits begins."""
+    i += turn
+    return full + tl.where(i >= steps, i - steps, i) * BLOCK
 
 
 @triton.jit

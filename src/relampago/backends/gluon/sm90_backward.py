@@ -1,0 +1,323 @@
+"""The backward on Hopper by tiles of 128 keys: dK and dV, and dQ with them; docs/hopper.md has the drawing.
+
+A block of threads is one producer warp and two consumer warpgroups of 64 keys each, whose dK and dV stay in registers
+while blocks of rows go by:
+
+    Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    dV += Pᵀ·dO    dK += dSᵀ·Q    dQ = dS·K
+
+Scores lie as [keys, rows], so that weights are the left operand of dV and dK as they come, in registers. Only dS goes
+through shared memory: each warpgroup forms its half of the block's dQ over all 128 keys, and adds it to sums in global
+memory, in the order in which its threads hold it: 512 bytes an instruction of a warp.
+
+AHEAD, bits: 1 the next block's S is issued under this block's dK; 2 dQ is formed a block late, so that the warpgroups
+need not meet in every block.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from relampago.backends.gluon.channel import barriers, channel, receive, release, ring, send
+from relampago.backends.gluon.sizes import Sides
+from relampago.backends.gluon.sm90_gradients import (
+    ROWS,
+    Size,
+    advance,
+    as_held,
+    first_turn,
+    hide_rows,
+    key_tile,
+    next_rows,
+    partly,
+    row_base,
+    send_rows,
+    slope,
+    write,
+)
+from relampago.backends.gluon.softmax import capped, exp2
+
+MEET = gl.constexpr(8)  # named barriers from here on; Triton uses the first
+
+
+@gluon.jit
+def produce(
+    queries, douts, keys, values, tops, deltas, q_desc, do_desc, k_desc, v_desc, top_desc,
+    delta_desc, size, band, extra, BQ: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: the tile's keys and values once, then rows of every head of the group."""
+    PACKED: gl.constexpr = extra.cu_q is not None
+    g, k0, q_at, k_at, _, first, n = key_tile(size, band, extra, BQ, 2 * ROWS)
+    begin = first_turn(k0, first, n, band, BQ)
+    block, head = begin, g * size.group
+    send(keys, k_desc, 0, 1, k_at, k0, g, PACKED)
+    send(keys, k_desc, 1, 1, k_at, k0 + ROWS, g, PACKED)
+    stage, phase = 0, 1
+    for i in range(n * size.group):
+        base = row_base(q_at, head, size, PACKED)
+        row = block * BQ
+        send_rows(queries, tops, q_desc, top_desc, stage, phase, q_at, row, head, base, PACKED)
+        if i == 0:
+            send(values, v_desc, 0, 1, k_at, k0, g, PACKED)
+            send(values, v_desc, 1, 1, k_at, k0 + ROWS, g, PACKED)
+        send_rows(douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED)
+        stage, phase = advance(stage, phase, STAGES)
+        block, head = next_rows(block, head, first, n, begin)
+
+
+@gluon.jit
+def meet(met, buffer, cycle, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr):
+    """Until both warpgroups have stored their dS in a buffer."""
+    if NAMED:
+        if LATE:  # the other one has arrived, this one long since
+            gl.inline_asm_elementwise(
+                "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEET + buffer * 2 + (1 - WG)],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            gl.inline_asm_elementwise(
+                "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEET + buffer], dtype=gl.int32,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        mbarrier.wait(met.index(buffer), cycle & 1)
+
+
+@gluon.jit
+def stored(met, buffer, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr):
+    """Tell the other warpgroup that this one's dS is in a buffer."""
+    if NAMED:
+        if LATE:
+            gl.inline_asm_elementwise(
+                "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [MEET + buffer * 2 + WG],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        mbarrier.arrive(met.index(buffer), count=1)
+
+
+@gluon.jit
+def form_dq(scores, keys, buffer, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr):
+    """Start this warpgroup's half of a block's dQ: 64 rows of it, or all 64 with half the columns."""
+    a0 = scores.index(buffer * 2)
+    a1 = scores.index(buffer * 2 + 1)
+    k0 = keys.tiles.index(0).reshape([ROWS, D])
+    k1 = keys.tiles.index(1).reshape([ROWS, D])
+    if BQ == 64:
+        W: gl.constexpr = D // 2
+        k0 = k0.slice(WG * W, W, dim=1)
+        k1 = k1.slice(WG * W, W, dim=1)
+    else:
+        W: gl.constexpr = D
+        a0 = a0.slice(WG * 64, 64, dim=1)
+        a1 = a1.slice(WG * 64, 64, dim=1)
+    Q_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16]
+    )
+    dq = gl.zeros([ROWS, W], gl.float32, Q_L)
+    dq = warpgroup_mma(a0.permute((1, 0)), k0, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(a1.permute((1, 0)), k1, dq, is_async=True)
+
+
+@gluon.jit
+def add_dq(
+    sums, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, ALWAYS: gl.constexpr
+):
+    """Add a warpgroup's half of a block's dQ to the sums, which lie as its threads hold them; row < 0: don't."""
+    if ALWAYS:  # noqa: SIM114 - known when compiled
+        add_part(sums, dq, row, WG, BQ, D)
+    elif row >= 0:
+        add_part(sums, dq, row, WG, BQ, D)
+
+
+@gluon.jit
+def add_part(sums, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr):
+    """Add [64, W] in the order of the threads."""
+    x = as_held(dq)
+    at = sums + (gl.cast(row, gl.int64) * D + WG * (BQ * D // 2))
+    gl.atomic_add(at + gl.arange(0, BQ * D // 2, layout=x.type.layout), x, sem="relaxed")
+
+
+@gluon.jit
+def consume(
+    queries, douts, keys, values, tops, deltas, scores, met, end, dk_desc, dv_desc, wide_k, wide_v,
+    sums, factor, scale, size, band, extra, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    E: gl.constexpr, STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr,
+    NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dK and dV of 64 keys, half of every block's dQ."""
+    DT: gl.constexpr = keys.tiles.dtype
+    PACKED: gl.constexpr = extra.cu_q is not None
+    EARLY: gl.constexpr = AHEAD % 2 == 1
+    LATE: gl.constexpr = AHEAD >= 2
+    # buffers of dS: what is written now was read two blocks ago by a warpgroup that may be a block behind
+    BUFFERS: gl.constexpr = 4 if LATE else 2
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BQ, 16]
+    )
+    K_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    V_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16]
+    )
+    PK_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
+    PV_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
+    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, 2 * ROWS)
+    begin = first_turn(k0, first, n, band, BQ)
+    block, head = begin, g * size.group
+    k0 += WG * ROWS
+    at_keys = k0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_L))
+    dk = gl.zeros([ROWS, D], gl.float32, K_L)
+    dv = gl.zeros([ROWS, E], gl.float32, V_L)
+    stage, phase = 0, 0
+    last_row = -1
+    count = n * size.group
+    k = receive(keys, WG, 0, ROWS, D)
+    if FUSED:
+        mbarrier.wait(keys.full.index(1 - WG), 0)
+    if EARLY:
+        q = receive(queries, 0, 0, BQ, D)
+        s = gl.zeros([ROWS, BQ], gl.float32, S_L)
+        s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    v = receive(values, WG, 0, ROWS, E)
+    for i in range(count):
+        q0 = block * BQ
+        row = row_base(q_at, head, size, PACKED) + q0
+        if PACKED:  # an empty sequence has no rows to add to
+            row = row if q0 < q_at.length else -1
+        q = queries.tiles.index(stage).reshape([BQ, D])
+        if not EARLY:
+            mbarrier.wait(queries.full.index(stage), phase)
+            s = gl.zeros([ROWS, BQ], gl.float32, S_L)
+            s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+        do = receive(douts, stage, phase, BQ, E)
+        dp = gl.zeros([ROWS, BQ], gl.float32, S_L)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+        if not EARLY:
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        raised = capped(s, extra.cap)
+        s = raised
+        if MASKED:  # noqa: SIM102 - one is known when compiled
+            if partly(q0, k0, q_at, k_at.length, offset, band, BQ, PACKED):
+                s = hide_rows(
+                    s, q0, at_keys, q_at.length, k_at.length, offset, band, ENDS, PACKED, S_L
+                )
+        p = exp2(s * factor - tops.index(stage).load(S_L))
+        p16 = gl.convert_layout(p.to(DT), PV_L, assert_trivial=True)
+        dv = warpgroup_mma(p16, do, dv, is_async=True)
+        p = slope(p, raised, extra.cap)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+        ds = (p * (dp - deltas.index(stage).load(S_L))).to(DT)
+        buffer = i & (BUFFERS - 1)
+        if FUSED:
+            scores.index(buffer * 2 + WG).store(ds)
+            fence_async_shared()
+            stored(met, buffer, WG, NAMED, LATE)
+        dk = warpgroup_mma(gl.convert_layout(ds, PK_L, assert_trivial=True), q, dk, is_async=True)
+        stage_q = stage
+        stage, phase = advance(stage, phase, STAGES)
+        if EARLY:
+            # after the last block from what shared memory holds, unused: no branch stands around a product
+            dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
+            mbarrier.wait(queries.full.index(stage), phase, pred=i + 1 < count)
+            q = queries.tiles.index(stage).reshape([BQ, D])
+            s = gl.zeros([ROWS, BQ], gl.float32, S_L)
+            s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+        if FUSED:
+            if LATE:
+                at = (i - 1) & (BUFFERS - 1)
+                if i > 0:
+                    meet(met, at, (i - 1) // BUFFERS, WG, NAMED, LATE)
+            else:
+                at = buffer
+                meet(met, at, i // BUFFERS, WG, NAMED, LATE)
+            dq = form_dq(scores, keys, at, WG, BQ, D)  # of the first block, if LATE: not added
+            if EARLY:
+                dk, s = warpgroup_mma_wait(num_outstanding=2, deps=(dk, s))
+            else:
+                dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=(dv, dk))
+            release(queries, stage_q)
+            release(douts, stage_q)
+            dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+            if LATE:
+                add_dq(sums, dq, last_row, WG, BQ, D, False)
+            else:
+                add_dq(sums, dq, row, WG, BQ, D, not PACKED)
+        else:
+            if EARLY:
+                dk, s = warpgroup_mma_wait(num_outstanding=0, deps=(dk, s))
+            else:
+                dv, dk = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk))
+            release(queries, stage_q)
+            release(douts, stage_q)
+        last_row = row
+        block, head = next_rows(block, head, first, n, begin)
+    if FUSED and LATE:
+        at = (count - 1) & (BUFFERS - 1)
+        meet(met, at, (count - 1) // BUFFERS, WG, NAMED, LATE)
+        dq = form_dq(scores, keys, at, WG, BQ, D)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        add_dq(sums, dq, last_row, WG, BQ, D, False)
+
+    heads = size.heads // size.group
+    base = k_at.first if PACKED else k_at.b * size.len_k
+    write(
+        dv_desc, values.tiles.index(WG), wide_v, dv, k_at, k0, g, heads, base, size.dim_v, PACKED, E
+    )
+    if FUSED:  # the other warpgroup forms its dQ from these keys
+        mbarrier.arrive(end, count=1)
+        mbarrier.wait(end, 0)
+    write(
+        dk_desc, keys.tiles.index(WG), wide_k, dk * scale, k_at, k0, g, heads, base, size.dim,
+        PACKED, D,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
+def by_keys(
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
+    factor, scale, 
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr,
+    MASKED: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS_PRODUCER: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ."""
+    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    band = Sides(offset, left, right, prefix)
+    queries = channel(q_desc, STAGES, 2)
+    douts = channel(do_desc, STAGES, 2)
+    keys = channel(k_desc, 2, 1)
+    values = channel(v_desc, 2, 1)
+    tops = gl.allocate_shared_memory(
+        gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout
+    )
+    deltas = gl.allocate_shared_memory(
+        gl.float32, ring(STAGES, delta_desc.block_shape), delta_desc.layout
+    )
+    BUFFERS: gl.constexpr = 4 if AHEAD >= 2 else 2
+    if FUSED:
+        DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BQ], k_desc.dtype)
+        scores = gl.allocate_shared_memory(k_desc.dtype, [2 * BUFFERS, ROWS, BQ], DS_L)
+    else:
+        scores = tops
+    met = barriers(BUFFERS, 2)
+    end = barriers(1, 2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consume, (queries, douts, keys, values, tops, deltas, scores, met, end.index(0), dk_desc, dv_desc, wide_k,
+                   wide_v, sums, factor, scale, size, band, extra, 0, BQ, D, E, STAGES, FUSED, AHEAD, NAMED, MASKED,
+                   ENDS)),
+        (consume, (queries, douts, keys, values, tops, deltas, scores, met, end.index(0), dk_desc, dv_desc, wide_k,
+                   wide_v, sums, factor, scale, size, band, extra, 1, BQ, D, E, STAGES, FUSED, AHEAD, NAMED, MASKED,
+                   ENDS)),
+        (produce, (queries, douts, keys, values, tops, deltas, q_desc, do_desc, k_desc, v_desc, top_desc, delta_desc,
+                   size, band, extra, BQ, STAGES)),
+    ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

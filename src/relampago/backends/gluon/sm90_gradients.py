@@ -1,0 +1,193 @@
+"""What the backward's kernels share: which tile a program has, the loads of rows, masks, how results leave.
+
+FlashAttention-2, Algorithm 2 (arXiv 2307.08691). The papers' letters: s scores, p weights, dp = dO·Vᵀ, ds its part that
+goes back to the scores; `top` is what a row subtracts from its scores in base 2 to get its weights back, its LSE, and
+delta = rowsum(dO · O) - dLSE. Legend: BQ rows of queries in a block, BK keys in a block, D/E head dims of keys and
+values, padded to powers of two by TMA's zero fill. `size`, `band` and `extra` are NamedTuples of `backward_launch.py`.
+
+Rows of a head stand in `top`, `delta` and the sums of dQ at multiples of UNIT, so that blocks of them can be copied
+whole; rows that are none have top = inf, and with it no weight.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from relampago.backends.gluon import schedule
+from relampago.backends.gluon.channel import Rows, load, store
+from relampago.backends.gluon.softmax import visible
+from relampago.backends.gluon.tiles import place, span, visited
+from relampago.backends.gluon.versions import tma_load
+from relampago.masks import rules
+
+UNIT = gl.constexpr(schedule.UNIT)
+ROWS = gl.constexpr(64)  # of a warpgroup: WGMMA's M
+
+
+class Size(NamedTuple):
+    """Lengths and counts. `tiles`, `places` and `section` are those of the kernel that gets it."""
+
+    len_q: Any  # of packed sequences, all together
+    len_k: Any
+    heads: Any
+    group: Any  # query heads per kv head
+    tiles: Any  # of a head
+    places: Any  # sequences times heads
+    section: Any  # of these, those in flight together
+    padded: Any  # rows of a head in `top`, `delta` and the sums of dQ
+    dim: Any
+    dim_v: Any
+
+
+query_range = gluon.jit(rules.query_range)
+full_range = gluon.jit(rules.full_range)
+blocks = gluon.jit(schedule.blocks)
+advance = gluon.jit(schedule.advance)
+
+
+@gluon.jit
+def sequence(b, size, band, extra):
+    """(rows of queries, keys, offset) of a sequence."""
+    if extra.cu_q is None:
+        return Rows(b, b, size.len_q), Rows(b, b, size.len_k), band.offset
+    else:
+        first_q, len_q = span(extra.cu_q, b, size.len_q)
+        first_k, len_k = span(extra.cu_k, b, size.len_k)
+        return Rows(b, first_q, len_q), Rows(b, first_k, len_k), band.offset + len_k - len_q
+
+
+@gluon.jit
+def row_base(at, head, size, PACKED: gl.constexpr):
+    """Where a head's rows begin in `top`, `delta` and the sums of dQ: a multiple of UNIT."""
+    if PACKED:  # room for every sequence's last block, as FlashAttention pads
+        return head * size.padded + (at.first + at.b * UNIT) // UNIT * UNIT
+    else:
+        return (at.b * size.heads + head) * size.padded
+
+
+@gluon.jit
+def key_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
+    """(kv head, first key, queries, keys, offset, first block of rows, how many) of this program's tile of keys."""
+    tile, which = place(gl.program_id(0), size.tiles, size.section, size.places)
+    k0 = (size.tiles - 1 - tile) * BK  # the first keys first: under causal all rows see them
+    kv_heads = size.heads // size.group
+    q_at, k_at, offset = sequence(which // kv_heads, size, band, extra)
+    last = min(k0 + BK, k_at.length) - 1
+    start, end = query_range(k0, last, q_at.length, offset, band.left, band.right, band.prefix)
+    end = end if k0 < k_at.length else 0  # beyond a shorter sequence: one block, all of it hidden
+    first, n = blocks(start, end, BQ)
+    return which % kv_heads, k0, q_at, k_at, offset, first, n
+
+
+@gluon.jit
+def query_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
+    """(head, tile, queries, keys, offset, first block of keys, how many) of this program's tile of rows."""
+    tile, which = place(gl.program_id(0), size.tiles, size.section, size.places)
+    q_at, k_at, offset = sequence(which // size.heads, size, band, extra)
+    row = tile * BQ
+    first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
+    n = n if row < q_at.length else 1  # beyond a shorter sequence: rows that nobody stores
+    return which % size.heads, tile, q_at, k_at, offset, first, n
+
+
+@gluon.jit
+def first_turn(k0, first, n, band, BQ: gl.constexpr):
+    """The block of rows to begin with. Where all see the same rows, tiles begin apart: they add to the same dQ."""
+    if band.right is None:
+        return first + k0 // BQ % n
+    else:
+        return first
+
+
+@gluon.jit
+def next_rows(block, head, first, n, begin):
+    """The next block of rows of this head, around its end; then the next head of the group."""
+    block = block + 1
+    block = first if block == first + n else block
+    head = head + 1 if block == begin else head
+    return block, head
+
+
+@gluon.jit
+def send_rows(
+    ring, facts, desc, facts_desc, stage, phase, at, row, head, base, PACKED: gl.constexpr
+):
+    """Producer: a block of Q or dO and what goes with each of its rows, on one barrier."""
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), phase)
+    mbarrier.expect(full, desc.block_type.nbytes + facts_desc.block_type.nbytes)
+    load(desc, at, row, head, 0, full, ring.tiles.index(stage), PACKED)
+    tma_load(facts_desc, [0, base + row], full, facts.index(stage))
+
+
+@gluon.jit
+def hide_rows(
+    s, q0, keys, len_q, len_k, offset, band, ENDS: gl.constexpr, PACKED: gl.constexpr,
+    S_L: gl.constexpr,
+):  # fmt: skip
+    """Scores [keys, rows] with -inf where a row does not see a key."""
+    rows = q0 + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L)), 0)
+    keys = gl.expand_dims(keys, 1)
+    if band.left is not None or band.right is not None:
+        s = gl.where(
+            visible(rows, keys, offset, band.left, band.right, band.prefix), s, float("-inf")
+        )
+    if ENDS:
+        s = gl.where(keys < len_k, s, float("-inf"))
+    if PACKED:
+        s = gl.where(rows < len_q, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def partly(q0, k0, at, len_k, offset, band, BQ: gl.constexpr, PACKED: gl.constexpr):
+    """Whether a block of rows needs a mask with the 64 keys from k0."""
+    start, end = full_range(q0, q0 + BQ - 1, len_k, offset, band.left, band.right, band.prefix)
+    masked = (k0 < start) | (k0 + ROWS > end)
+    if PACKED:
+        masked = masked | (q0 + BQ > at.length)
+    return masked
+
+
+@gluon.jit
+def as_held(x):
+    """[64, N] of a warpgroup's accumulator as a line in the order of its threads: 512 bytes a warp."""
+    M: gl.constexpr = x.shape[0] * x.shape[1]
+    x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])  # warp, half, row, columns, of four, pair
+    return gl.reshape(gl.permute(x, [0, 3, 2, 4, 1, 5]), [M])
+
+
+@gluon.jit
+def as_tile(x, N: gl.constexpr):
+    """The other way: [64, N]."""
+    x = gl.permute(gl.reshape(x, [4, N // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
+    return gl.reshape(x, [64, N])
+
+
+@gluon.jit
+def slope(p, s, cap):
+    """p times the slope of softcap, if there is one: `s` is a tanh then, not hidden, since 0 · inf is no number."""
+    if cap is not None:
+        p = p * (1.0 - s * s)
+    return p
+
+
+@gluon.jit
+def write(
+    desc, tile, wide, x, at, row, head, heads, base, dim, PACKED: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a gradient: by TMA from a tile in shared memory or in fp32 straight to `wide`, which is contiguous."""
+    if wide is None:
+        tile.reshape([ROWS, DIM]).store(x.to(desc.dtype))
+        fence_async_shared()
+        store(desc, tile, at, row, head, PACKED)
+        tma.store_wait(pendings=0)
+    else:
+        L: gl.constexpr = x.type.layout
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
+        inside = gl.expand_dims((rows >= 0) & (rows < at.length), 1) & gl.expand_dims(cols < dim, 0)
+        line = gl.cast(gl.expand_dims(base + rows, 1), gl.int64) * heads + head
+        gl.store(wide + (line * dim + gl.expand_dims(cols, 0)), x, mask=inside)

@@ -1,0 +1,152 @@
+"""Every row for gluon_sm90's backward compiles with no GPU: hardly a spill, no serialised WGMMA, overlap."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from relampago.masks.rules import Band
+from relampago.mods import register, softcap
+from relampago.plan import Plan, Row, table
+from relampago.problem import Arrays, Saved, Wanted
+
+triton = pytest.importorskip("triton", minversion="3.6")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from crosscompile.offline import Built, Recorder
+from crosscompile.test_gluon import OLD, SHARED, assembler_says, dims, disassembled
+
+from relampago.backends.gluon import backward_launch
+
+SPILLS = (
+    232 if OLD else 400
+)  # bytes of a thread, most of them addresses that a loop does not change
+KEYS, QUERIES = table("sm90")["gluon_sm90.backward"], table("sm90")["gluon_sm90.backward_dq"]
+MASKS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 30)}
+
+
+def query_row(row: Row) -> Row:
+    """The row over queries that goes with one over keys."""
+    return next(r for r in QUERIES if dims(r)[0] >= dims(row)[0])
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch, row: Row, mask: str, deterministic: bool = False,
+    dtype: torch.dtype = torch.bfloat16, packed: bool = False, **more: Any,
+) -> dict[str, Built]:  # fmt: skip
+    """The kernels of a backward by name."""
+    recorder = Recorder("sm90")
+    monkeypatch.setattr(backward_launch, "launch", recorder)
+    dim, dim_v = dims(row)
+    shapes = [(1, 512, heads, d) for heads, d in ((4, dim), (2, dim), (2, dim_v))]
+    q, k, v = (torch.zeros(s, dtype=dtype) for s in shapes)
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+        cu = torch.tensor([0, 100, 200], dtype=torch.int32)
+        more |= {"cu_q": cu, "cu_k": cu}
+    x = Arrays(q=q, k=k, v=v, scale=1.0, band=MASKS[mask], len_q=512, len_k=512, **more)
+    out = torch.zeros((*q.shape[:-1], dim_v), dtype=dtype)
+    saved = Saved(out, torch.zeros((4, 512) if packed else (1, 4, 512)))
+    wanted = Wanted(sinks=x.sinks is not None)
+    plans = row.plan, query_row(row).plan
+    backward_launch.backward(*plans, x, saved, out, None, wanted, deterministic)
+    return {built.name: built for built in recorder.built}
+
+
+def loops(sass: list[str]) -> list[list[str]]:
+    """The innermost loops with products."""
+    labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
+    found = []
+    for end, line in enumerate(sass):
+        target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
+        if target and labels.get(target[1], end) < end:
+            found.append((labels[target[1]], end))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    bodies = [sass[start:end] for start, end in inner]
+    return [body for body in bodies if sum("HGMMA" in line for line in body) > 1]
+
+
+def check(built: dict[str, Built]) -> None:
+    """What holds of every form."""
+    for name, one in built.items():
+        if name in ("prepare", "convert"):
+            assert one.spills == 0
+            assert re.search(r"ld\.global\.\S*v4", one.asm["ptx"])
+            continue
+        assert one.shared <= SHARED
+        assert one.spills <= SPILLS
+        said = assembler_says(one)
+        assert "C75" not in said, (
+            said
+        )  # C7510 to C7513: products are serialised; C7508: setmaxnreg is ignored
+        bodies = loops(disassembled(one))
+        assert len(bodies) >= 2  # one of each warpgroup
+        for body in bodies:
+            waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
+            exponentials = [i for i, line in enumerate(body) if "MUFU.EX2" in line]
+            # no wait for everything stands before the exponentials: a product is always under way there
+            assert all(
+                not body[w].endswith("0x0") or w > max(exponentials, default=-1) for w in waits
+            )
+
+
+PAIRS = [pytest.param(row, mask, id=f"{i}-{mask}") for i, row in enumerate(KEYS) for mask in MASKS]
+
+
+@pytest.mark.parametrize(("row", "mask"), PAIRS)
+def test_rows_compile(monkeypatch, row, mask) -> None:
+    built = build(monkeypatch, row, mask)
+    check(built)
+    if row.plan.fused:  # additions to dQ are four floats wide
+        (adding,) = (
+            one
+            for one in built.values()
+            if "add" in one.asm["ptx"]
+            and one.name != "prepare"
+            and "v4.f32" in one.asm["ptx"]
+            and re.search(r"(red|atom)\S*add\S*v4", one.asm["ptx"])
+        )
+        assert not re.search(r"(red|atom)\.global\S*add\.f32", adding.asm["ptx"])
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(i)) for i, row in enumerate(KEYS)])
+def test_other_forms(monkeypatch, row) -> None:
+    check(build(monkeypatch, row, "causal", deterministic=True))
+    check(build(monkeypatch, row, "causal", dtype=torch.float16))
+    check(build(monkeypatch, row, "causal", packed=True))
+    more = {"sinks": torch.zeros(4), "mods": (register(softcap(30.0)),), "dtype": torch.float32}
+    check(build(monkeypatch, row, "causal", **more))
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(96, 96), (192, 128), (40, 72), (192, 192)])
+def test_padded_dims(monkeypatch, dim, dim_v) -> None:
+    row = next(r for r in KEYS if dims(r)[0] >= dim and dims(r)[1] >= dim_v)
+    check(build(monkeypatch, Row((("dim", dim), ("dim_v", dim_v)), row.plan, row.source), "causal"))
+
+
+def test_lengths_share_a_kernel(monkeypatch) -> None:
+    """Numbers of a call are not compiled in, be they 1 or a multiple of 16."""
+    recorder = Recorder("sm90")
+    monkeypatch.setattr(backward_launch, "launch", recorder)
+    kernels: dict[str, Any] = {}
+
+    def spy(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
+        kernels[kernel.fn.__name__] = kernel
+        recorder(kernel, grid, plan, *args)
+
+    monkeypatch.setattr(backward_launch, "launch", spy)
+    counts = []
+    for batch, length, heads in ((1, 256, 1), (2, 1152, 3), (3, 128, 16)):
+        q = torch.zeros(batch, length, heads, 64, dtype=torch.bfloat16)
+        x = Arrays(q=q, k=q, v=q, scale=1.0, band=Band(), len_q=length, len_k=length)
+        saved = Saved(q, torch.zeros(batch, heads, length))
+        plans = KEYS[0].plan, QUERIES[0].plan
+        backward_launch.backward(*plans, x, saved, q, None, Wanted(), False)
+        counts.append({name: len(k.device_caches["sm90"][0]) for name, k in kernels.items()})
+    assert counts[0] == counts[1] == counts[2]
+    assert all(counts[0].values())
