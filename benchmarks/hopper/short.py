@@ -31,8 +31,8 @@ def _few_calls(
     q = torch.randn(b, lq, heads, dim, **KINDS)
     k, v = (torch.randn(b, lk, kv, dim, **KINDS) for _ in range(2))
     calls: dict[str, Call] = {
-        name: functools.partial(rl.attention, q, k, v, causal=True, backend=name)
-        for name in ("gluon_sm90", "triton")
+        name or "chosen": functools.partial(rl.attention, q, k, v, causal=True, backend=name)
+        for name in (None, "triton")
     }
     if "fa3" in peers:
         calls["fa3"] = functools.partial(peers["fa3"], q, k, v, causal=True)
