@@ -54,24 +54,39 @@ def check(part: int, parts: int) -> None:
                 raise
 
 
+def _compile_only() -> None:
+    """Let the backends' launches compile and start nothing."""
+    from relampago.backends.gluon import launch
+    from relampago.backends.triton import decode, forward
+
+    def warm(kernel: Any, grid: int, plan: Any, *args: Any, **options: Any) -> None:
+        kernel.run(*args, grid=(grid, 1, 1), warmup=True, num_warps=plan.warps, **options)
+
+    def warm_triton(kernel: Any, grid: int, plan: Any, *args: Any) -> None:
+        warm(kernel, grid, plan, *args, num_stages=plan.stages, enable_fp_fusion=True)
+
+    def warm_decode(kernel: Any, grid: int, plan: Any, chained: bool, *args: Any) -> None:
+        more = {"launch_pdl": True} if chained else {}
+        warm(kernel, grid, plan, *args, num_stages=plan.stages, **more)
+
+    launch.launch, forward.launch, decode.launch = warm, warm_triton, warm_decode
+
+
 def compile_all(part: int, parts: int) -> None:
     """Compile what the other jobs will launch, and launch nothing."""
-    from benchmarks.hopper.clock import cells
-    from relampago.backends.gluon import launch
+    from benchmarks.hopper import clock, short
 
-    def warm(kernel: Any, grid: int, plan: Any, *args: Any) -> None:
-        kernel.run(*args, grid=(grid, 1, 1), warmup=True, num_warps=plan.warps)
-
-    launch.launch = warm
+    _compile_only()
     jobs: list[Any] = [
         lambda p=problem: call(*p.make(), "gluon_sm90") for problem in problems().values()
     ]
     seen: set[object] = set()
-    for cell in cells():  # lengths that cut alike compile alike
+    for cell in clock.cells():  # lengths that cut alike compile alike
         like = (cell.dim, cell.dim_v, cell.causal, cell.length % 192, *cell.plans().values())
         if like not in seen:
             seen.add(like)
             jobs.append(cell.ours)
+    jobs += short.jobs()
     for job in jobs[part::parts]:
         try:
             job()

@@ -120,8 +120,8 @@ def problems() -> dict[str, Named]:
         named[f"d{d}/{dv}"] = dense(2, 700, 900, 4, 2, d, dv, causal=True)
     named |= {
         "fp16": dense(2, 700, 900, 4, 2, 128, dtype=torch.float16, causal=True),
-        "one row": dense(2, 1, 500, 4, 2, 128, causal=True),
-        "one of all": dense(1, 1, 1, 1, 1, 64),
+        "one row": dense(2, 1, 500, 32, 2, 128, causal=True),
+        "one key": dense(1, 9, 1, 1, 1, 64),
         "negative scale": dense(2, 300, 300, 4, 2, 64, causal=True, scale=-0.2),
         "one row, 128 heads": dense(1, 1, 3000, 128, 1, 128, causal=True),
         "heads 6 to 1": dense(2, 30, 900, 6, 1, 128, causal=True),

@@ -20,6 +20,7 @@ FEW = (  # batch, queries, keys, heads, kv heads
     (1, 64, 16384, 32, 8), (1, 64, 65536, 16, 16), (1, 256, 16384, 16, 2), (4, 128, 8192, 16, 16),
     (1, 512, 16384, 16, 1), (16, 64, 2048, 32, 4),
 )  # fmt: skip
+PACKED_DIMS = (64, 128, 256)
 KINDS = {"device": "cuda", "dtype": torch.bfloat16}
 
 
@@ -30,8 +31,8 @@ def _few_calls(
     q = torch.randn(b, lq, heads, dim, **KINDS)
     k, v = (torch.randn(b, lk, kv, dim, **KINDS) for _ in range(2))
     calls: dict[str, Call] = {
-        name: functools.partial(rl.attention, q, k, v, causal=True, backend=name)
-        for name in ("gluon_sm90", "triton")
+        name or "chosen": functools.partial(rl.attention, q, k, v, causal=True, backend=name)
+        for name in (None, "triton")
     }
     if "fa3" in peers:
         calls["fa3"] = functools.partial(peers["fa3"], q, k, v, causal=True)
@@ -56,21 +57,40 @@ def few(until: float, peers: dict[str, Any]) -> None:
                     say("note", why=f"{type(fault).__name__}: {str(fault)[-200:]}", **row)
 
 
-def packed(dim: int, causal: bool) -> None:
-    """64 sequences of 128 to 8k, and a dense problem of 4k with about as many FLOPs."""
+def _packed_calls(dim: int, causal: bool) -> tuple[tuple[Call, float], tuple[Call, float]]:
+    """64 sequences of 128 to 8k, and a dense problem of 4k with about as many FLOPs; each with its FLOPs."""
     chance = random.Random(3)
     lens = [int(128 * 64 ** chance.random()) for _ in range(64)]
     pairs, length, heads, most = sum(n * n for n in lens), 4096, 2048 // dim, max(lens)
     batch = max(1, round(pairs / length**2))
     cu = torch.tensor([0, *lens], device="cuda").cumsum(0).int()
     q, k, v = (torch.randn(sum(lens), heads, dim, **KINDS) for _ in range(3))
+    dense = [torch.randn(batch, length, heads, dim, **KINDS) for _ in range(3)]
     options = {"causal": causal, "backend": "gluon_sm90"}
-    ms = milliseconds(lambda: rl.attention_varlen(q, k, v, cu, cu, most, most, **options))
-    dense_qkv = [torch.randn(batch, length, heads, dim, **KINDS) for _ in range(3)]
-    dense_ms = milliseconds(lambda: rl.attention(*dense_qkv, **options))
-    each = heads * 4 * dim * (0.5 if causal else 1.0) * 1e-9
-    rate, dense = pairs * each / ms, batch * length**2 * each / dense_ms
+    each = heads * 4 * dim * (0.5 if causal else 1.0)
+    return (
+        (lambda: rl.attention_varlen(q, k, v, cu, cu, most, most, **options), pairs * each),
+        (lambda: rl.attention(*dense, **options), batch * length**2 * each),
+    )
+
+
+def packed(dim: int, causal: bool) -> None:
+    """The two rates."""
+    rate, dense = (flops / milliseconds(fn) * 1e-9 for fn, flops in _packed_calls(dim, causal))
     say("packed", dim=dim, causal=causal, tflops=rate, dense=dense, ratio=rate / dense)
+
+
+def jobs() -> list[Call]:
+    """All that `short` calls of ours, to be compiled ahead; each makes its tensors itself."""
+
+    def each_few(dim: int, shape: tuple[int, ...]) -> Call:
+        return lambda: [call() for call in _few_calls(*shape, dim, {}).values()]
+
+    def each_packed(dim: int, causal: bool) -> Call:
+        return lambda: [call() for call, _ in _packed_calls(dim, causal)]
+
+    found = [each_few(dim, shape) for dim in (64, 128) for shape in FEW]
+    return found + [each_packed(dim, causal) for dim in PACKED_DIMS for causal in (False, True)]
 
 
 def host() -> None:
@@ -108,7 +128,7 @@ def short(seconds: float, *names: str) -> None:
     """All three."""
     until = time.time() + seconds
     host()
-    for dim in (64, 128, 256):
+    for dim in PACKED_DIMS:
         for causal in (False, True):
             packed(dim, causal)
     few(until, import_peers(names))

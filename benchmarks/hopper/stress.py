@@ -19,7 +19,8 @@ def _shape(chance: random.Random) -> dict[str, Any]:
     """One problem: long ones are rare, short and ragged ones are not."""
     group = chance.choice((1, 1, 2, 4, 8))
     long = chance.random() < 0.1
-    lq = chance.choice((1, chance.randint(2, 64), chance.randint(65, 3000)))
+    least = 8 // group + 1  # fewer rows are left to decoding kernels
+    lq = chance.choice((least, chance.randint(least, 64), chance.randint(65, 3000)))
     return {
         "dims": chance.choice(DIMS), "batch": chance.randint(1, 4), "kv": chance.choice((1, 2, 4)), "group": group,
         "lq": lq, "lk": chance.randint(4000, 20000) if long else chance.randint(1, 3000),

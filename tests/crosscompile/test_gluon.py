@@ -53,10 +53,10 @@ def dims(row: Row) -> tuple[int, int]:
 
 def reaches(row: Row, mask: str) -> bool:
     """Whether the row is what a call with this mask finds."""
-    band, (dim, dim_v) = MASKS[mask][2], dims(row)
+    band, (dim, dim_v), when = MASKS[mask][2], dims(row), dict(row.when)
     p = Problem(
         device=Device("cuda", "sm90"), batch=1, heads_q=2, heads_kv=2, dim=dim, dim_v=dim_v, dtype="bf16",
-        len_q=dict(row.when).get("len_q_max", 1 << 20), len_k=512, left=band.left is not None,
+        len_q=when.get("len_q_max", when.get("len_q_min", 8192)), len_k=512, left=band.left is not None,
         right=band.right is not None, prefix=band.prefix is not None,
     )  # fmt: skip
     return next(r for r in TABLE if r.matches(p)) is row

@@ -206,6 +206,7 @@ def test_packed_with_packed_heads(launcher) -> None:
 SPLITS = {
     "full": {"lq": 64, "lk": 1100, "h": 1, "g": 1},
     "causal": {"lq": 70, "lk": 1000, "causal": True, "sinks": True},
+    "causal-tiles": {"lq": 200, "lk": 700, "causal": True, "h": 1, "g": 1, "sinks": True},
     "blind-rows": {"lq": 100, "lk": 60, "causal": True},
     "window": {"lq": 200, "lk": 900, "left": 300, "right": 10, "h": 1, "g": 1},
     "window-far": {"lq": 4, "lk": 700, "left": 20, "h": 1, "g": 1},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relampago.mods import rule_of, softcap
 from relampago.plan import Plan, first_match
-from relampago.problem import Arrays, Grads, Problem, Saved, Wanted, refuse_unknown
+from relampago.problem import Arrays, Grads, Layout, Problem, Saved, Wanted, refuse_unknown
 
 KNOWS = frozenset(
     {
@@ -29,6 +29,7 @@ KNOWS = frozenset(
 )
 OLDEST = (3, 6)
 SOFTCAP = softcap(1.0).fn
+FEW = 8  # rows of all heads of a group
 
 
 @functools.lru_cache(maxsize=1)
@@ -57,7 +58,12 @@ class GluonSm90:
         if max(p.dim, p.dim_v) > 256:
             return f"head dim {max(p.dim, p.dim_v)} > 256"
         knows = KNOWS if p.direction == "forward" else KNOWS - {"document tables"}
-        return refuse_unknown(p, knows) or self._refuse_parts(p) or _refuse_triton()
+        return (
+            refuse_unknown(p, knows)
+            or self._refuse_parts(p)
+            or self._refuse_few(p)
+            or _refuse_triton()
+        )
 
     def plan(self, p: Problem) -> Plan:
         return first_match((p.device.arch, "sm90"), f"gluon_sm90.{p.direction}", p)
@@ -90,6 +96,13 @@ class GluonSm90:
             return "knows packed sequences only where queries and keys are both packed"
         if any(rule_of(token).fn is not SOFTCAP for token in p.mods) or len(p.mods) > 1:
             return "does not know score mods other than one softcap"
+        return None
+
+    def _refuse_few(self, p: Problem) -> str | None:
+        """Where memory is all that limits, Triton's decode is faster: 9.0 µs to 14.3 for 8k keys on an H200."""
+        rows = p.len_q * p.heads_q // max(1, p.heads_kv)
+        if p.direction == "forward" and p.layout_q is Layout.DENSE and rows <= FEW:
+            return f"leaves {rows} rows of a kv head to decoding kernels"
         return None
 
 

@@ -107,11 +107,12 @@ def size_of(
     together = 1
     if kind.packed or kind.tables or sides.left is not None or sides.right is not None:
         together = max(1, L2_BYTES // max(1, len_k * width * 2))
-    # under causal a tile that is not full had better be the first one, which sees few keys
-    shift = tiles * part - len_q if sides.right is not None and not kind.packed else 0
-    splits = splits_for(
-        tiles * places, most_blocks(len_q, len_k, kind, part, plan.block_k), kind.multiprocessors
-    )
+    most = most_blocks(len_q, len_k, kind, part, plan.block_k)
+    splits = splits_for(tiles * places, most, kind.multiprocessors)
+    # under causal a tile that is not full had better be the first one, which sees few keys; not where rows that two
+    # tiles share would be split at different keys
+    shifted = sides.right is not None and not kind.packed and splits == 1
+    shift = tiles * part - len_q if shifted else 0
     section = min(together * max(1, group // pack), places * splits)
     rows = heads * (shape_q[0] if kind.packed else batch * len_q)
     return Size(
