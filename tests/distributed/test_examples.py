@@ -23,7 +23,7 @@ def test_example(name, arguments, words) -> None:
         [sys.executable, str(FOLDER / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert words in done.stdout

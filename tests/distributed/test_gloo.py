@@ -33,7 +33,7 @@ def test_every_check_on_four_processes(tmp_path) -> None:
     ]
     try:
         for rank in ranks:
-            rank.wait(timeout=200)
+            rank.wait(timeout=250)
     finally:
         for rank, log in zip(ranks, logs, strict=True):
             rank.kill()
