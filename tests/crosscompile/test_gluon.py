@@ -33,6 +33,7 @@ SHARED = 227 * 1024
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 TABLE_SPILLS = 32  # of three warpgroups, whose masks also hold each row's run of keys
 NEWEST_SPILLS = {192: 400, 128: 64}  # bytes of a thread, by block_q: ptxas 13 is less lucky than 12
+NEWEST_SPLIT = 160  # and splits at 256, with an address more
 TABLE = table("sm90")["gluon_sm90.forward"]
 ROWS = [pytest.param(row, id=str(i)) for i, row in enumerate(TABLE)]
 MASKS = {
@@ -232,7 +233,8 @@ def test_short_queries(monkeypatch, name, dim, dim_v) -> None:
     band = Band(len_k - len_q, more.get("left"), 0)
     x = Arrays(q=q, k=k, v=v, scale=1.0, band=band, len_q=len_q, len_k=len_k)
     plan = found_by(dim, dim_v, len_q=len_q)
-    check(build(monkeypatch, plan, x, multiprocessors), plan)
+    spills = 0 if OLD or dim < 256 else NEWEST_SPLIT
+    check(build(monkeypatch, plan, x, multiprocessors), plan, spills)
 
 
 @pytest.mark.parametrize(
