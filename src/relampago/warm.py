@@ -68,7 +68,7 @@ def _unwatched() -> bool:
         or c._get_tracing_state() is not None
         or torch.is_autocast_enabled("cuda")
         or torch.is_autocast_enabled("cpu")
-        or c._autograd._profiler_enabled()
+        or c._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
