@@ -52,7 +52,7 @@ def cpu() -> str:
     note = (
         f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}; speed relative to "
         "`F.scaled_dot_product_attention`, medians in alternating order, each sample after a pause in which torch's "
-        f"OpenMP threads stop spinning{at_priority(data)} (`cpu/bench.json`)."
+        f"OpenMP threads stop spinning{at_priority(data)} (`cpu/bench.json`).{at_ordinary_priority(columns)}"
     )
     head = ["CPU, 8 heads", "fp32 forward", "fp32 fwd+bwd", "bf16 forward", "bf16 fwd+bwd"]
     return markdown("CPU: speed against SDPA", head, rows, note)
@@ -62,6 +62,20 @@ def at_priority(data: Any) -> str:
     """How the process was kept from its neighbours, if it was."""
     real_time = data.get("protocol", {}).get("real_time_priority")
     return ", at real-time priority on a shared machine" if real_time else ""
+
+
+def at_ordinary_priority(columns: list[tuple[str, str]]) -> str:
+    """The short cases as a user meets them: where waking threads costs most."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    data = load("cpu/bench-1k.json")
+    for row in data["rows"]:
+        if row["backend"] == "cpu":
+            found.setdefault(row["case"], {})[row["dtype"], row["direction"]] = row["speed_vs_sdpa"]
+    cases = (
+        f"{case} {', '.join(f'{ratios[c]:.2f}×' for c in columns)}"
+        for case, ratios in found.items()
+    )
+    return f" At ordinary priority on a quiet machine: {'; '.join(cases)} (`cpu/bench-1k.json`)."
 
 
 def triton() -> str:

@@ -33,7 +33,7 @@ SHARED = 227 * 1024
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 TABLE_SPILLS = 32  # of three warpgroups, whose masks also hold each row's run of keys
 NEWEST_SPILLS = {192: 400, 128: 64}  # bytes of a thread, by block_q: ptxas 13 is less lucky than 12
-NEWEST_SPLIT = 160  # and splits at 256, with an address more
+NEWEST_SPLIT = 120  # and splits at 256, with an address more
 TABLE = table("sm90")["gluon_sm90.forward"]
 ROWS = [pytest.param(row, id=str(i)) for i, row in enumerate(TABLE)]
 MASKS = {
