@@ -20,7 +20,7 @@ from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
 from relampago.mods import ScoreMod, alibi, constant, register
 from relampago.mods import softcap as softcap_mod
-from relampago.op import backward_op
+from relampago.op import accumulate_op, backward_op
 from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
@@ -218,7 +218,13 @@ def attention_varlen(
 
 
 def partial(
-    q: Tensor, k: Tensor, v: Tensor, *, offset: int | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offset: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention to one shard of the keys, to be combined by `merge`: the brick of ring attention and split-KV.
 
@@ -228,6 +234,8 @@ def partial(
         v: (B, Lk, G, E).
         offset: position of row 0 minus position of this shard's key 0; None aligns bottom right. Masks are
             evaluated there, so that a shard sees what the whole would show it.
+        into: (out, lse) that other shards gave these rows. This shard is merged into them in place, on GPUs within
+            the kernel; they are what is returned. Out's and LSE's last dimensions must be contiguous.
         options: those of `attention` (without return_lse). Give sinks to one shard only.
 
     Returns:
@@ -239,7 +247,11 @@ def partial(
         Unsupported: as `attention`.
     """
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
-    return run(*call)
+    if into is None:
+        return run(*call)
+    validate.into(*into, q, v)
+    accumulate_op(*into, *call)
+    return into
 
 
 def partial_backward(

@@ -17,6 +17,7 @@ from relampago.backends import Backend
 from relampago.errors import InvalidInput
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
+from relampago.merge import fold_
 from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
@@ -39,11 +40,13 @@ _INPUTS = (
 NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
 library = torch.library.Library("relampago", "DEF")
 library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
+library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {_INPUTS}) -> ()")
 library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_INPUTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 forward_op = torch.ops.relampago.forward.default
+accumulate_op = torch.ops.relampago.accumulate.default
 backward_op = torch.ops.relampago.backward.default
 
 
@@ -111,6 +114,16 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     problem, backend, plan = decide(x, facts)
     out, lse = backend.forward(problem, plan, x)
     return out.to(x.out_dtype), lse
+
+
+@torch.library.impl(library, "accumulate", "CompositeExplicitAutograd")
+def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> None:
+    x, facts = gather(args)
+    x.into = (whole, whole_lse)
+    problem, backend, plan = decide(x, facts)
+    out, lse = backend.forward(problem, plan, x)
+    if out is not whole:
+        fold_(whole, whole_lse, out, lse)
 
 
 @torch.library.impl(library, "backward", "CompositeExplicitAutograd")
@@ -184,6 +197,11 @@ def _backward_fake(
     )
 
 
+@torch.library.register_fake("relampago::accumulate", lib=library)
+def _accumulate_fake(*args: Any) -> None:
+    return None
+
+
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward op takes."""
     *tensors, blocks, mod_args, sizes, facts = inputs
@@ -216,6 +234,11 @@ torch.library.register_autograd(
 @register_flop_formula(torch.ops.relampago.forward)
 def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return Work.of_shapes(*_sizes(shapes)).forward_flops
+
+
+@register_flop_formula(torch.ops.relampago.accumulate)
+def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return Work.of_shapes(*_sizes(shapes[2:])).forward_flops
 
 
 @register_flop_formula(torch.ops.relampago.backward)

@@ -105,6 +105,9 @@ class Arrays:
     dropout_p: float = 0.0
     shard: bool = False  # LSE is a larger attention's
     dtype: torch.dtype | None = None  # of out and gradients, if not that of the inputs
+    into: tuple[Tensor, Tensor] | None = (
+        None  # (out, lse) of other keys, to fold into, see `Backend.forward`
+    )
 
     @property
     def out_dtype(self) -> torch.dtype:

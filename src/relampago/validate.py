@@ -31,6 +31,31 @@ def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> N
             raise InvalidInput("\n".join(lines))
 
 
+def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
+    """What a partial result is to be merged into."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shapes = ((*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1]))
+    found = {"out": out, "lse": lse}
+    for (name, t), shape in zip(found.items(), shapes, strict=True):
+        at = f"into's {name}"
+        require(
+            [
+                (at, ("has shape {}", tuple(t.shape)), shape, tuple(t.shape) == shape),
+                (at, ("has dtype {}", t.dtype), dtype, t.dtype == dtype),
+                (at, ("is on {}", t.device), q.device, t.device == q.device),
+                (
+                    at,
+                    ("has strides {}", t.stride()),
+                    "1 in the last dimension",
+                    t.stride(-1) == 1 or t.shape[-1] == 1,
+                ),
+            ],
+            found,
+        )
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, v, out, lse))
+    require([("into", "is given while gradients are recorded", "torch.no_grad()", not recorded)])
+
+
 def _text(part: Any) -> str:
     return (
         part[0].format(*part[1:])

@@ -28,7 +28,10 @@ class Backend(Protocol):
         ...
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        """Out, in the accumulation dtype or the query's, and LSE (B, H, Lq) or (H, total)."""
+        """Out, in x.out_dtype or a wider one, and LSE (B, H, Lq) or (H, total).
+
+        A backend that can may instead fold both into x.into, where given, and return that.
+        """
         ...
 
     def backward(
@@ -45,5 +48,4 @@ class Backend(Protocol):
         ...
 
 
-# gluon_sm90 stands after triton, and is run by name only, until its present state has run on a card (issue 4).
 BACKENDS: tuple[Backend, ...] = (GluonSm90(), Triton(), Cpu(), Reference())

@@ -154,8 +154,10 @@ def rows_contiguous(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def lse_strides(x: Arrays) -> Strides:
-    """Of an LSE, (B, H, Lq) or (H, total), and all that is shaped like one."""
+def lse_strides(x: Arrays, lse: Tensor | None = None) -> Strides:
+    """Of an LSE, (B, H, Lq) or (H, total), and all that is shaped like one; dense rows may be part of a longer one."""
+    if x.cu_q is None and lse is not None:
+        return Strides(lse.stride(0), 1, lse.stride(1))
     if x.cu_q is None:
         _, length, heads, _ = x.q.shape
         return Strides(heads * length, 1, length)
