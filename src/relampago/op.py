@@ -31,16 +31,16 @@ from relampago.problem import (
 from relampago.select import choose
 from relampago.work import Work
 
-_INPUTS = (
+INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
     "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, "
     "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
-NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
+NAMES = tuple(part.split()[-1] for part in INPUTS.split(", "))
 library = torch.library.Library("relampago", "DEF")
-library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
+library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
 library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_INPUTS})"
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {INPUTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 forward_op = torch.ops.relampago.forward.default
@@ -98,10 +98,10 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-def decide(x: Arrays, facts: Facts) -> tuple[Problem, Backend, Plan]:
-    """What a forward asks of which backend, and its plan."""
+def decide(x: Arrays, facts: Facts, statistic: str = "") -> tuple[Problem, Backend, Plan]:
+    """What a forward, or a statistic, asks of which backend, and its plan."""
     _check_cu_seqlens(x)
-    problem = describe(x, facts)
+    problem = describe(x, facts, statistic=statistic)
     return problem, *_decide(problem, facts.backend, facts.plan)
 
 

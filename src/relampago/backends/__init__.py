@@ -11,7 +11,7 @@ from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import Reference
 from relampago.backends.triton import Triton
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Problem, Saved, Wanted
+from relampago.problem import Arrays, Grads, Problem, RowStatistics, Saved, Wanted
 
 
 class Backend(Protocol):
@@ -29,6 +29,14 @@ class Backend(Protocol):
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         """Out, in the accumulation dtype or the query's, and LSE (B, H, Lq) or (H, total)."""
+        ...
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        """LSE and entropy of the last rows of each sequence, and their heads' largest scores. Reads no values."""
+        ...
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        """The weights that each key receives from the last rows of its sequence, (B, H, Lk) or (H, Tk)."""
         ...
 
     def backward(

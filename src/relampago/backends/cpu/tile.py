@@ -348,6 +348,10 @@ class Tile:
         """e to the s, in place; s in the slab's base."""
         return s.exp2_() if self.slab.base2 else s.mul_(LOG2E).exp2_()
 
+    def natural(self, s: Tensor) -> Tensor:
+        """Scores that are in the slab's base, in natural units."""
+        return s * LN2 if self.slab.base2 else s
+
     def sink(self) -> Tensor | None:
         """The sinks of this tile's rows, [g, l·R, 1], in the slab's base."""
         sinks, h = self.slab.x.sinks, self.slab.heads

@@ -18,6 +18,7 @@ from relampago.mods import rule_of
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
+    STATISTICS,
     Arrays,
     Grads,
     Problem,
@@ -53,7 +54,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES)
+            or refuse_unknown(p, FEATURES - {*STATISTICS})
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
