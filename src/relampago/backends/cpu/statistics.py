@@ -35,8 +35,12 @@ def row_statistics(x: Arrays, plan: Plan, last: int) -> RowStatistics:
     found = RowStatistics(lse, torch.zeros_like(lse), lse.new_full((x.batch, x.q.shape[-2]), -math.inf))
 
     def describe(tile: Tile) -> Tensor | None:
-        before = tile.p1 <= tile.slab.q.shape[0] - last
-        return None if before else describe_rows(tile, plan, found)
+        first = tile.slab.q.shape[0] - last
+        if tile.p1 <= first:
+            return None
+        if x.block is None and tile.p0 < first:
+            tile = Tile(tile.slab, first, tile.p1)
+        return describe_rows(tile, plan, found)
 
     tops = over_tiles(x, plan, describe)
     raise_to(found.max_logits, tops, x.group)
@@ -125,11 +129,11 @@ def receive(
         columns = columns.unflatten(0, (-1, x.group))[heads.g0 : heads.g1, heads.r0 : heads.r1]
         rows, step = slab.q.shape[0], rows_per_tile(x, heads, plan)
         first = max(0, rows - last)
-        for i, p0 in enumerate(range(0, rows, step)):
-            p1 = min(p0 + step, rows)
-            if i % parts == share.part and p1 > first:
-                # a tile of the BlockSparse is read as a whole: rows before `first` get no weight instead
-                add_weights(Tile(slab, p0, p1), plan, lse, first, columns)
+        # a tile of the BlockSparse begins where its list says: rows before `first` get no weight there
+        begin = first if x.block is None else first // step * step
+        for i, p0 in enumerate(range(begin, rows, step)):
+            if i % parts == share.part:
+                add_weights(Tile(slab, p0, min(p0 + step, rows)), plan, lse, first, columns)
 
 
 def add_weights(tile: Tile, plan: Plan, lse: Tensor, first: int, columns: Tensor) -> None:
