@@ -189,6 +189,7 @@ class Wanted(NamedTuple):
     v: bool = True
     bias: bool = False
     sinks: bool = False
+    mod_args: tuple[bool, ...] = ()  # of each tensor among Arrays.mod_args; () for none
 
 
 class Grads(NamedTuple):
@@ -199,6 +200,7 @@ class Grads(NamedTuple):
     v: Tensor | None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    mod_args: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,7 @@ class Problem:
     mods: tuple[str, ...] = ()
     bias: bool = False
     bias_grad: bool = False
+    mod_grads: bool = False
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
@@ -249,6 +252,7 @@ class Problem:
             "score mods": bool(self.mods),
             "bias": self.bias,
             "the bias gradient": self.bias_grad,
+            "gradients of score mod arguments": self.mod_grads,
             "sinks": self.sinks,
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
@@ -322,6 +326,7 @@ def describe(
         mods=facts.mods,
         bias=x.bias is not None,
         bias_grad=wanted is not None and wanted.bias,
+        mod_grads=wanted is not None and any(wanted.mod_args),
         sinks=x.sinks is not None,
         dropout=facts.dropout_p > 0,
         deterministic=facts.deterministic,
@@ -352,6 +357,7 @@ FEATURES = frozenset(
     for name in Problem(
         device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
         layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
-        bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True, statistic=statistic,
+        bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True, deterministic=True,
+        statistic=statistic,
     ).features()
 )  # fmt: skip

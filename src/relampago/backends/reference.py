@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relampago import dropout
 from relampago.masks.rules import visible
-from relampago.mods import TORCH_MATH, gather, rule_of
+from relampago.mods import TORCH_MATH, Argument, Rule, bind, rule_of, values
 from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
@@ -65,6 +67,10 @@ class Reference:
         dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (x.q, x.k, x.v))
         dbias = None if x.bias is None else torch.zeros_like(x.bias, dtype=dtype)
         dsinks = None if x.sinks is None else torch.zeros_like(x.sinks, dtype=dtype)
+        dargs = tuple(
+            torch.zeros_like(t, dtype=dtype) if wish else None
+            for t, wish in zip(x.mod_args, wanted.mod_args, strict=False)
+        )
         for b in range(x.batch):
             rows, keys = x.rows(b), x.keys(b)
             one = Sequence(x, b, dtype)
@@ -77,8 +83,9 @@ class Reference:
                 dl,
                 dbias,
                 dsinks,
+                dargs,
             )
-        return Grads(dq, dk, dv, dbias, dsinks)
+        return Grads(dq, dk, dv, dbias, dsinks, dargs)
 
 
 def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -124,6 +131,14 @@ def sum_columns(x: Arrays, lse: Tensor, last: int, dtype: torch.dtype) -> Tensor
     return sums
 
 
+def add_at(target: Tensor, index: tuple[Any, ...], change: Tensor) -> None:
+    """Add change [H, Lq, Lk] to the entries of target that index, which broadcasts to it, names."""
+    places = [torch.as_tensor(i, device=change.device).expand(*[1] * 3) if isinstance(i, int) else i for i in index]
+    shared = [d for d in range(3) if all(i.shape[d] == 1 for i in places)]
+    change = change.sum(shared, keepdim=True) if shared else change
+    target.index_put_(tuple(i.expand(change.shape) for i in places), change, accumulate=True)
+
+
 def _heads_first(t: Tensor) -> Tensor:
     return t.transpose(0, 1)
 
@@ -152,8 +167,8 @@ class Sequence:
     def scores(self) -> list[Tensor]:
         """Scaled products, then after each mod; the last one with bias and mask: softmax reads it."""
         steps = [self.q @ self.k.transpose(-1, -2) * self.x.scale]  # [H, Lq, Lk]
-        for rule, args in self.mods():
-            place = self.row + self.band.offset
+        for rule, arguments in self.mods():
+            place, args = self.row + self.band.offset, values(arguments)
             steps.append(
                 rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH).to(self.dtype)
             )
@@ -162,17 +177,10 @@ class Sequence:
         )
         return [*steps, last.masked_fill(~self.seen(), -math.inf)]
 
-    def mods(self):
-        place = self.row + self.band.offset
-        tensors = iter(self.x.mod_args)
-        for rule in map(rule_of, self.x.mods):
-            args = tuple(
-                slot
-                if not isinstance(slot, str)
-                else gather(slot, next(tensors), self.b, self.head, place, self.key, self.row)
-                for slot in rule.slots
-            )
-            yield rule, args
+    def mods(self) -> Iterator[tuple[Rule, list[Any]]]:
+        """Each mod with its arguments."""
+        rules, place = [rule_of(token) for token in self.x.mods], self.row + self.band.offset
+        return bind(rules, self.x.mod_args, self.b, self.head, place, self.key, self.row)
 
     def part(self, t: Tensor) -> Tensor:
         """This sequence's part of something that broadcasts to (B, H, Lq, Lk)."""
@@ -269,8 +277,9 @@ class Sequence:
         dlse: Tensor | None,
         dbias: Tensor | None,
         dsinks: Tensor | None,
+        dargs: tuple[Tensor | None, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias and dsinks, returns dq, dk, dv."""
+        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias, dsinks, dargs, returns dq, dk, dv."""
         steps = self.scores()
         p = self.shares(steps[-1], lse)
         keep = self.kept(p)
@@ -286,7 +295,13 @@ class Sequence:
             sink = self.x.sinks.to(self.dtype).view(-1, 1)
             dsinks -= ((sink - lse).exp() * delta.squeeze(-1)).sum(-1)
         place = self.row + self.band.offset
-        for step, (rule, args) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
+        for step, (rule, arguments) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
+            args = values(arguments)
+            for argument, darg in zip(arguments, rule.dargs, strict=True):
+                target = dargs[argument.number] if dargs and isinstance(argument, Argument) else None
+                if target is not None and darg is not None:
+                    change = ds * darg(step, place, self.key, self.head, args, TORCH_MATH)
+                    add_at(target, argument.index, change)
             assert rule.dfn is not None, "why_not refuses a backward without dfn"
             ds = ds * rule.dfn(step, place, self.key, self.head, args, TORCH_MATH)
         dq = ds @ self.k * self.x.scale

@@ -6,7 +6,6 @@ Rows: the forward's loop without values. Columns: the weights again from LSE, as
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +14,12 @@ from relampago.backends.cpu import threads
 from relampago.backends.cpu.backward import ranges, renormalised
 from relampago.backends.cpu.forward import finite, over_tiles, raise_to, rows_per_tile, worth_fast
 from relampago.backends.cpu.precision import fast_fp32
+from relampago.backends.cpu.tables import Task
 from relampago.backends.cpu.tile import LOG2E, Heads, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, RowStatistics, accumulate_dtype, empty_lse
 
 LEAST = -1.0e4  # whose power is 0, and whose product with 0 is 0: stands for -inf in a weighted sum
-
-
-class Share(NamedTuple):
-    """Every `parts`-th tile of queries of some heads, from the part-th on."""
-
-    heads: Heads
-    part: int
 
 
 def row_statistics(x: Arrays, plan: Plan, last: int) -> RowStatistics:
@@ -111,13 +104,13 @@ def column_sums(x: Arrays, plan: Plan, lse: Tensor, last: int) -> Tensor:
     with fast_fp32(worth_fast(x)):
         threads.run(
             lambda share: receive(x, plan, share, parts, lse, last, sums[share.part]),
-            [Share(h, part) for h in whole for part in range(parts)],
+            [Task(h, part) for h in whole for part in range(parts)],
         )
     return sums.sum(0) if parts > 1 else sums[0]
 
 
 def receive(
-    x: Arrays, plan: Plan, share: Share, parts: int, lse: Tensor, last: int, sums: Tensor
+    x: Arrays, plan: Plan, share: Task, parts: int, lse: Tensor, last: int, sums: Tensor
 ) -> None:
     """Add the weights of a share's tiles to its heads' columns."""
     whole = share.heads

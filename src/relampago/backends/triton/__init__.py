@@ -54,7 +54,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES - {*STATISTICS})
+            or refuse_unknown(p, FEATURES - {*STATISTICS, "gradients of score mod arguments"})
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
