@@ -18,10 +18,10 @@ from relampago.mods import rule_of
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
-    STATISTICS,
     Arrays,
     Grads,
     Problem,
+    RowStatistics,
     Saved,
     Wanted,
     refuse_backward,
@@ -54,7 +54,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES - {*STATISTICS, "gradients of score mod arguments"})
+            or refuse_unknown(p, FEATURES - {"gradients of score mod arguments"})
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
@@ -64,6 +64,7 @@ class Triton:
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
         kernel = "decode" if applies(p) else kernel
+        kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
@@ -72,6 +73,18 @@ class Triton:
 
         with _on(x.q.device):
             return decode(x, plan) if applies(p) else forward(x, plan)
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        from relampago.backends.triton.statistics import row_statistics
+
+        with _on(x.q.device):
+            return row_statistics(x, plan, last)
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        from relampago.backends.triton.statistics import column_sums
+
+        with _on(x.q.device):
+            return column_sums(x, plan, lse, last)
 
     def backward(
         self,
