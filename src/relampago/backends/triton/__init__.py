@@ -54,7 +54,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES - {"gradients of score mod arguments"})
+            or refuse_unknown(p, FEATURES)
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
@@ -124,11 +124,15 @@ class Triton:
     def _refuse_mods(self, p: Problem) -> str | None:
         if not p.mods:
             return None
+        if p.mod_grads and p.deterministic:
+            return "adds up gradients of score mod arguments atomically: not in deterministic mode"
+        if p.mod_grads and p.blocks:
+            return "does not know gradients of score mod arguments with BlockSparse masks"
         from relampago.backends.triton.arguments import refuse_function
 
         for rule in map(rule_of, p.mods):
             functions = (rule.fn,) if p.direction == "forward" else (rule.fn, rule.dfn)
-            for fn in functions:
+            for fn in (*functions, *filter(None, rule.dargs if p.mod_grads else ())):
                 if (reason := refuse_function(fn)) is not None:
                     return reason
         return None
