@@ -127,8 +127,8 @@ def attention(
             index tensors.
         scale: factor of q·kᵀ; D ** -0.5 if None.
         softcap: c for c · tanh(score / c).
-        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets no gradient.
-        score_mod: one `ScoreMod` or several, applied in order.
+        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets its gradient.
+        score_mod: one `ScoreMod` or several, applied in order. Arguments with a derivative get their gradients.
         bias: float tensor that broadcasts to (B, H, Lq, Lk), added to the scores. Gets its gradient.
         sinks: (H,), a learnable score per head that takes part in the softmax and has no value. Gets its gradient.
         dropout_p: probability in [0, 1) of dropping a weight.

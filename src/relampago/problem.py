@@ -344,6 +344,8 @@ def refuse_backward(p: Problem) -> str | None:
     """What no backend can differentiate: mods without a derivative, keys in a cache."""
     if p.direction == "forward":
         return None
+    if p.statistic:
+        return "statistics have no gradient"
     if p.layout_k in (Layout.CACHE, Layout.PAGED):
         return "keys in a cache have no gradient"
     return no_slope(p.mods)
