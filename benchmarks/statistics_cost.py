@@ -1,6 +1,7 @@
-"""What statistics cost beside one forward, side by side: `python benchmarks/statistics_cost.py [--out FILE]`; CPU or GPU.
+"""What statistics cost beside one forward, in one run: `python benchmarks/statistics_cost.py [--out FILE]`; CPU or GPU.
 
-Medians in alternating order. Peak memory of each statistic is measured at the longest length, beyond its inputs.
+Medians in alternating order; on the CPU of CPU seconds, all threads together, which neighbours on the machine disturb
+least. Peak memory of each statistic is measured at the longest length, beyond its inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ HEADS, DIM = 8, 64
 
 def inputs(length: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     g = torch.Generator(device).manual_seed(0)
-    return [torch.randn(1, length, HEADS, DIM, generator=g, device=device, dtype=dtype) for _ in range(3)]
+    return [
+        torch.randn(1, length, HEADS, DIM, generator=g, device=device, dtype=dtype)
+        for _ in range(3)
+    ]
 
 
 def contestants(q, k, v, causal: bool, backend: str) -> dict[str, Callable[[], object]]:
@@ -37,7 +41,9 @@ def contestants(q, k, v, causal: bool, backend: str) -> dict[str, Callable[[], o
         "column sums": lambda: statistics.column_sums(q, k, **options),
         "column sums given LSE": lambda: statistics.column_sums(q, k, lse=lse, **options),
         "column sums, last 64": lambda: statistics.column_sums(q, k, last=64, **options),
-        "top 16 keys of 64 rows": lambda: statistics.top_keys(q, k, range(-64, 0), 16, causal=causal),
+        "top 16 keys of 64 rows": lambda: statistics.top_keys(
+            q, k, range(-64, 0), 16, causal=causal
+        ),
     }
 
 
@@ -49,9 +55,9 @@ def seconds(call: Callable[[], object], cuda: bool) -> float:
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
-    begun = time.perf_counter()
+    begun = time.process_time()
     call()
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def measure(calls: dict[str, Callable[[], object]], repeats: int, cuda: bool) -> dict[str, float]:
@@ -75,7 +81,13 @@ def main() -> None:
     dtype = torch.bfloat16 if cuda else torch.float32
     lengths = args.lengths or ([16384, 65536] if cuda else [4096])
     name = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
-    result = {"device": name, "torch": torch.__version__, "backend": backend, "dtype": str(dtype), "rows": []}
+    result = {
+        "device": name,
+        "torch": torch.__version__,
+        "backend": backend,
+        "dtype": str(dtype),
+        "rows": [],
+    }
     for length in lengths:
         for causal in (False, True):
             calls = contestants(*inputs(length, device, dtype), causal, backend)

@@ -86,7 +86,10 @@ def _move(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, ScoreMod):
-        args = [(a[0], *(t.to(device) for t in a[1:])) if isinstance(a, tuple) else a for a in value.args]
+        args = [
+            (a[0], *(t.to(device) for t in a[1:])) if isinstance(a, tuple) else a
+            for a in value.args
+        ]
         return replace(value, args=args)
     if isinstance(value, BlockSparse):
         return BlockSparse(

@@ -7,13 +7,14 @@ nothing.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils.flop_counter import register_flop_formula
 
+from relampago.backends import Measuring
 from relampago.errors import Unsupported
 from relampago.op import INPUTS, NAMES, decide, differentiate, gather, setup_context
 from relampago.problem import Arrays, Facts, RowStatistics, accumulate_dtype, empty_lse
@@ -54,7 +55,9 @@ def _refuse_transforms(name: str) -> None:
 def _forward_max(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, facts = gather(args)
     top = _lowest(x)
-    if x.mods or x.bias is not None:  # the running maximum holds them too: the products have a pass of their own
+    if (
+        x.mods or x.bias is not None
+    ):  # the running maximum holds them too: the products have a pass of their own
         problem, backend, plan = decide(x, facts)
         top = _describe(*_products_only(x, facts), x.len_q).max_logits
     else:
@@ -77,12 +80,12 @@ def _row_statistics(last: int, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _column_sums(lse: Tensor, last: int, *args: Any) -> Tensor:
     x, facts = gather(args)
     problem, backend, plan = decide(x, facts, "column sums")
-    return backend.column_sums(problem, plan, x, lse, last)
+    return cast(Measuring, backend).column_sums(problem, plan, x, lse, last)
 
 
 def _describe(x: Arrays, facts: Facts, last: int) -> RowStatistics:
     problem, backend, plan = decide(x, facts, "row statistics")
-    return backend.row_statistics(problem, plan, x, last)
+    return cast(Measuring, backend).row_statistics(problem, plan, x, last)
 
 
 def _products_only(x: Arrays, facts: Facts) -> tuple[Arrays, Facts]:

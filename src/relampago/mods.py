@@ -120,7 +120,9 @@ def _is_pair(value: Any) -> bool:
     """Whether an argument is (axis, tensor) or ("distance", tensor, places)."""
     if not isinstance(value, tuple) or len(value) not in (2, 3) or value[0] not in AXES:
         return False
-    return all(isinstance(t, Tensor) for t in value[1:]) and (len(value) == 2 or value[0] == "distance")
+    return all(isinstance(t, Tensor) for t in value[1:]) and (
+        len(value) == 2 or value[0] == "distance"
+    )
 
 
 # A custom op carries tensors and a string, so functions travel by token: the rule a token stands for lives here, for as
@@ -164,11 +166,19 @@ class Argument(NamedTuple):
     axis: str
     number: int  # among the call's mod_args
     tensor: Tensor
-    index: tuple[Any, ...]  # tensor[index] are its values: index tensors that broadcast against one another
+    index: tuple[
+        Any, ...
+    ]  # tensor[index] are its values: index tensors that broadcast against one another
 
 
 def bind(
-    rules: Sequence[Rule], tensors: Sequence[Tensor], b: int, head: Tensor, q: Tensor, k: Tensor, row: Tensor
+    rules: Sequence[Rule],
+    tensors: Sequence[Tensor],
+    b: int,
+    head: Tensor,
+    q: Tensor,
+    k: Tensor,
+    row: Tensor,
 ) -> Iterator[tuple[Rule, list[Any]]]:
     """Each rule with its arguments, numbers and `Argument`s (all index tensors broadcast against one another).
 
@@ -201,7 +211,14 @@ def values(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _index(
-    axis: str, tensor: Tensor, places: Tensor | None, b: int, head: Tensor, q: Tensor, k: Tensor, row: Tensor
+    axis: str,
+    tensor: Tensor,
+    places: Tensor | None,
+    b: int,
+    head: Tensor,
+    q: Tensor,
+    k: Tensor,
+    row: Tensor,
 ) -> tuple[Any, ...]:
     if axis == "head":
         return (head,) if tensor.ndim == 1 else (b, head)
@@ -247,7 +264,11 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
         bidirectional: half of the buckets for keys after the row (an encoder); False: none (a decoder).
         max_distance: from where on the last bucket is used.
     """
-    if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[0] < (4 if bidirectional else 2):
+    if (
+        not isinstance(table, Tensor)
+        or table.ndim != 2
+        or table.shape[0] < (4 if bidirectional else 2)
+    ):
         raise InvalidInput(f"table is {_shown(table)}; expected a tensor (buckets, H)")
     buckets = table.shape[0] // (2 if bidirectional else 1)
     exact = buckets // 2
@@ -264,7 +285,9 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
 
 
 def window_bias(table: Tensor, window: Sequence[int]) -> ScoreMod:
-    """Swin's relative position bias (arXiv 2103.14030, equation 4) in windows of 2, 3, … axes. The table gets its gradient.
+    """Swin's relative position bias (arXiv 2103.14030, equation 4), in windows of 2, 3, … axes.
+
+    The table gets its gradient.
 
     Args:
         table: (Π (2·w - 1), H) for axes w, as Swin's relative_position_bias_table.
@@ -275,7 +298,9 @@ def window_bias(table: Tensor, window: Sequence[int]) -> ScoreMod:
         raise InvalidInput(f"window is {window!r}; expected ints of at least 1")
     rows = _math.prod(2 * w - 1 for w in sides)
     if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[0] != rows:
-        raise InvalidInput(f"table is {_shown(table)}; expected a tensor ({rows}, H) for window {sides}")
+        raise InvalidInput(
+            f"table is {_shown(table)}; expected a tensor ({rows}, H) for window {sides}"
+        )
     places = torch.zeros((), dtype=torch.long, device=table.device)
     for w in sides:  # digits of a number whose differences are the table's rows
         places = places[..., None] * (2 * w - 1) + torch.arange(w, device=table.device)

@@ -130,7 +130,8 @@ def _backward_args(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Any, ...]:
     x, facts = gather(args)
-    wish = Wanted(*wanted[:5], tuple(wanted[5:]))
+    q, k, v, bias, sinks, *mod_args = wanted
+    wish = Wanted(q, k, v, bias, sinks, tuple(mod_args))
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
     *grads, dargs = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)

@@ -16,7 +16,9 @@ def run(*call: Any) -> tuple[Tensor, Tensor]:
     """The forward op, in a form that torch.func can transform while one of its transforms is active."""
     if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
         if any(t.requires_grad for t in call[NAMES.index("mod_args")]):
-            raise Unsupported("gradients of score mod arguments inside a transform of torch.func are not known")
+            raise Unsupported(
+                "gradients of score mod arguments inside a transform of torch.func are not known"
+            )
         return Transformable.apply(*call)  # type: ignore[return-value]
     return forward_op(*call)
 

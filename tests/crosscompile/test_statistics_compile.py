@@ -24,7 +24,9 @@ from crosscompile.offline import Built, Recorder
 from relampago.backends.triton import argument_gradients, backward, forward, statistics
 
 PLAN = Plan(block_q=64, block_k=64, warps=4, stages=2)
-LONG = Case(name="causal", batch=1, len_q=512, len_k=512, heads=4, dim=128, options={"causal": True})
+LONG = Case(
+    name="causal", batch=1, len_q=512, len_k=512, heads=4, dim=128, options={"causal": True}
+)
 ARCHS = ("sm90", "gfx942")
 
 
@@ -41,7 +43,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, arch: str, only: str | None = None
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", [LONG, find("user-mod"), find("block-sparse")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [LONG, find("user-mod"), find("block-sparse")], ids=lambda c: c.name
+)
 def test_statistics(case: Case, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = recorded(monkeypatch, arch)
     x = arrays(case)
@@ -67,7 +71,11 @@ def test_max_logits(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_argument_gradients(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = recorded(monkeypatch, arch, "by_argument")
     places = torch.arange(512) // 3
-    mods = (alibi(torch.rand(4)), relative_bias(torch.randn(4, 41)), relative_bias(torch.randn(9), places))
+    mods = (
+        alibi(torch.rand(4)),
+        relative_bias(torch.randn(4, 41)),
+        relative_bias(torch.randn(9), places),
+    )
     x = arrays(replace(LONG, options={"causal": True, "score_mod": mods}))
     saved = Saved(torch.zeros_like(x.q), torch.zeros(1, 4, 512))
     wanted = Wanted(mod_args=(True, True, True, False))

@@ -44,20 +44,36 @@ def test_packed_sequences() -> None:
     packing = dict(zip(PACKED, (*ends, 37, 50), strict=True))
     tensors = draw((60, H, 40), (84, H, 40), (84, H, 16))
     tables = draw((H,), (37,), (H, 50), (H, 21))
-    agree(tensors, tables, lambda t: {"score_mod": mixed(*t), "causal": True, **packing}, torch.float32, "triton")
+    agree(
+        tensors,
+        tables,
+        lambda t: {"score_mod": mixed(*t), "causal": True, **packing},
+        torch.float32,
+        "triton",
+    )
 
 
 def test_half() -> None:
     tensors = [t.bfloat16() for t in draw((2, 12, H, 16), (2, 12, H, 16), (2, 12, H, 16))]
     tables = draw((5 * 7, H))
-    agree(tensors, tables, lambda t: {"score_mod": window_bias(t[0], (3, 4))}, torch.bfloat16, "triton")
+    agree(
+        tensors,
+        tables,
+        lambda t: {"score_mod": window_bias(t[0], (3, 4))},
+        torch.bfloat16,
+        "triton",
+    )
 
 
 def test_refusals_are_words() -> None:
     q = torch.randn(1, 8, 2, 16)
     table = torch.randn(5, requires_grad=True)
     with pytest.raises(rl.Unsupported, match="not in deterministic mode"):
-        rl.attention(q, q, q, score_mod=relative_bias(table), deterministic=True, backend="triton").sum().backward()
+        rl.attention(
+            q, q, q, score_mod=relative_bias(table), deterministic=True, backend="triton"
+        ).sum().backward()
+    mask = rl.BlockSparse.from_mask(torch.ones(8, 8, dtype=torch.bool))
     with pytest.raises(rl.Unsupported, match="with BlockSparse masks"):
-        mask = rl.BlockSparse.from_mask(torch.ones(8, 8, dtype=torch.bool))
-        rl.attention(q, q, q, score_mod=relative_bias(table), mask=mask, backend="triton").sum().backward()
+        rl.attention(
+            q, q, q, score_mod=relative_bias(table), mask=mask, backend="triton"
+        ).sum().backward()

@@ -43,7 +43,9 @@ def dense(q, k, options, last: int, dtype: torch.dtype) -> dict[str, torch.Tenso
     """All statistics from the N×N matrix, in a dtype."""
     x = lowered(q, k, options)
     lse, entropy, _ = reference.describe_rows(x, dtype)
-    products = lowered(q, k, {**options, "bias": None, "score_mod": None, "softcap": None, "alibi_slopes": None})
+    products = lowered(
+        q, k, {**options, "bias": None, "score_mod": None, "softcap": None, "alibi_slopes": None}
+    )
     top = reference.describe_rows(products, dtype).max_logits
     columns, few = (reference.sum_columns(x, lse, n, dtype) for n in (x.len_q, last))
     found = {"lse": lse, "entropy": entropy, "max_logits": top}
@@ -71,7 +73,15 @@ def within_budget(label: str, got: dict, standard: dict, oracle: dict, dtype: to
         check(label, *parts, dtype)
 
 
-FEW = ("causal", "packed-cross", "block-sparse", "bias-finfo-min", "user-mod", "sinks-window", "large-values")
+FEW = (
+    "causal",
+    "packed-cross",
+    "block-sparse",
+    "bias-finfo-min",
+    "user-mod",
+    "sinks-window",
+    "large-values",
+)
 ASKED = [
     *(("cpu", case, torch.float32) for case in CASES),
     *(("cpu", find(name), dtype) for name in FEW for dtype in (torch.bfloat16, torch.float64)),
@@ -98,7 +108,16 @@ def test_every_case(backend: str, case: Case, dtype: torch.dtype) -> None:
     within_budget(f"{backend} {case.name}", {**got, "max_logits": top}, standard, oracle, dtype)
 
 
-CHOSEN = ("causal", "gqa", "documents", "block-sparse", "mask-function-per-head", "user-mod", "bias", "sinks")
+CHOSEN = (
+    "causal",
+    "gqa",
+    "documents",
+    "block-sparse",
+    "mask-function-per-head",
+    "user-mod",
+    "bias",
+    "sinks",
+)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -152,7 +171,9 @@ def test_shards_of_the_keys_merge_to_the_whole(name: str) -> None:
     cuts = ((0, 9), (9, 41), (41, 60))
     offsets = [20 - a for a, _ in cuts]
     shards = [k[:, a:b] for a, b in cuts]
-    parts = [statistics.rows(q, s, offset=o, **options) for s, o in zip(shards, offsets, strict=True)]
+    parts = [
+        statistics.rows(q, s, offset=o, **options) for s, o in zip(shards, offsets, strict=True)
+    ]
     merged = statistics.merge(*parts)
     for got, want in zip(merged, whole, strict=True):
         torch.testing.assert_close(got, want)
@@ -196,13 +217,17 @@ def test_a_rings_blocks_merge_to_the_whole(kind: str) -> None:
                     t[:, :, piece.rows] = part
                 parts.append(statistics.RowStatistics(*wide[:2], found.max_logits))
                 part = lse[:, :, piece.rows]
-                columns[:, :, keys] += statistics.column_sums(q[:, rows], k[:, keys], lse=part, **options)
+                columns[:, :, keys] += statistics.column_sums(
+                    q[:, rows], k[:, keys], lse=part, **options
+                )
         merged = statistics.merge(*parts)
         torch.testing.assert_close(merged.entropy, whole.entropy[:, :, mine])
         torch.testing.assert_close(merged.lse, lse)
         top = torch.maximum(top, merged.max_logits)
     torch.testing.assert_close(top, whole.max_logits)
-    torch.testing.assert_close(columns, statistics.column_sums(q, k, causal=True, window=(25, None)))
+    torch.testing.assert_close(
+        columns, statistics.column_sums(q, k, causal=True, window=(25, None))
+    )
 
 
 def test_entropy_keeps_its_digits_where_scores_are_huge() -> None:
@@ -226,7 +251,11 @@ def test_a_users_lse_and_its_refusal() -> None:
     ):
         with pytest.raises(rl.InvalidInput, match=text):
             statistics.column_sums(q, k, **bad)
-    for rows, text in (([30], "rows reaches"), ([0.5], "rows has dtype"), ([[1], [2]], "rows has shape")):
+    for rows, text in (
+        ([30], "rows reaches"),
+        ([0.5], "rows has dtype"),
+        ([[1], [2]], "rows has shape"),
+    ):
         with pytest.raises(rl.InvalidInput, match=text):
             statistics.weights(q, k, rows)
     with pytest.raises(rl.InvalidInput, match="n is 0"):
@@ -242,18 +271,20 @@ def test_max_logits_in_pytorch() -> None:
     q, k, v = (torch.randn(2, 24, 2, 16, requires_grad=True) for _ in range(3))
 
     def loss(more: bool):
-        out, lse, *_ = rl.attention(
-            q, k, v, causal=True, return_lse=True, return_max_logits=more
-        )
+        out, lse, *_ = rl.attention(q, k, v, causal=True, return_lse=True, return_max_logits=more)
         return torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
 
     assert all(torch.equal(a, b) for a, b in zip(loss(False), loss(True), strict=True))
     _, top = rl.attention(q, k, v, return_max_logits=True)
     assert not top.requires_grad
     compiled = torch.compile(
-        lambda q: rl.attention(q, k, v, causal=True, return_max_logits=True), fullgraph=True, backend="aot_eager"
+        lambda q: rl.attention(q, k, v, causal=True, return_max_logits=True),
+        fullgraph=True,
+        backend="aot_eager",
     )
-    for got, want in zip(compiled(q), rl.attention(q, k, v, causal=True, return_max_logits=True), strict=True):
+    for got, want in zip(
+        compiled(q), rl.attention(q, k, v, causal=True, return_max_logits=True), strict=True
+    ):
         torch.testing.assert_close(got, want)
     call = tuple(prepare(q, k, v, Options(causal=True)))
     torch.library.opcheck(torch.ops.relampago.forward_max.default, call)
@@ -262,7 +293,9 @@ def test_max_logits_in_pytorch() -> None:
     lse = torch.zeros(2, 2, 24)
     torch.library.opcheck(torch.ops.relampago.column_sums.default, (lse, 9, *still))
     with pytest.raises(rl.Unsupported, match="return_max_logits inside a transform"):
-        torch.func.vmap(lambda q: rl.attention(q, q, q, return_max_logits=True))(torch.randn(3, 1, 4, 2, 8))
+        torch.func.vmap(lambda q: rl.attention(q, q, q, return_max_logits=True))(
+            torch.randn(3, 1, 4, 2, 8)
+        )
 
 
 def test_a_backend_that_does_not_know_a_statistic_says_so() -> None:
@@ -287,11 +320,15 @@ print(growth(lambda: step(small, small), lambda: step(q, k)))
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="measured as Linux measures it")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="measured as Linux measures it"
+)
 def test_no_n_by_n_array() -> None:
     def growth(n: int, backend: str) -> int:
         code = MEMORY.format(n=n, backend=backend)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+        )
         return int(done.stdout)
 
     n = 4096

@@ -109,10 +109,16 @@ def gradients(call, tensors, tables, make, dtype) -> dict[str, torch.Tensor]:
 def agree(tensors, tables, make, dtype, backend, **more) -> None:
     function = rl.attention_varlen if PACKED[0] in make(tables) else rl.attention
     got = gradients(
-        lambda t, o: function(*t, **o, **more, return_lse=True, backend=backend), tensors, tables, make, dtype
+        lambda t, o: function(*t, **o, **more, return_lse=True, backend=backend),
+        tensors,
+        tables,
+        make,
+        dtype,
     )
     standard = gradients(lambda t, o: dense(t, o, dtype), tensors, tables, make, dtype)
-    oracle = gradients(lambda t, o: dense(t, o, torch.float64), tensors, tables, make, torch.float64)
+    oracle = gradients(
+        lambda t, o: dense(t, o, torch.float64), tensors, tables, make, torch.float64
+    )
     check(backend, got, standard, oracle, dtype)
 
 
@@ -135,7 +141,13 @@ def test_packed_sequences(backend) -> None:
     ends = [torch.tensor((0, *n)).cumsum(0).int() for n in (lengths_q, lengths_k)]
     packing = dict(zip(PACKED, (*ends, 37, 50), strict=True))
     tables = draw((H,), (37,), (H, 50), (H, 21))
-    agree(tensors, tables, lambda t: {"score_mod": mixed(*t), "causal": True, **packing}, torch.float32, backend)
+    agree(
+        tensors,
+        tables,
+        lambda t: {"score_mod": mixed(*t), "causal": True, **packing},
+        torch.float32,
+        backend,
+    )
 
 
 @pytest.mark.parametrize("heads", [4, 2])
@@ -202,7 +214,9 @@ def test_gradcheck() -> None:
     tables = [t.double().requires_grad_() for t in draw((2,), (2, 6), (7,), (2, 5))]
 
     def fn(q, k, v, *tables):
-        return rl.attention(q, k, v, score_mod=mixed(*tables), softcap=3.0, causal=True, return_lse=True)
+        return rl.attention(
+            q, k, v, score_mod=mixed(*tables), softcap=3.0, causal=True, return_lse=True
+        )
 
     assert torch.autograd.gradcheck(fn, (q, k, v, *tables))
 
@@ -217,7 +231,8 @@ def test_in_pytorch() -> None:
     out, lse = torch.ops.relampago.forward(*plain)
     wanted = [True, True, True, False, False, True]
     torch.library.opcheck(
-        torch.ops.relampago.backward_args.default, (torch.ones_like(out), None, out, lse, wanted, *plain)
+        torch.ops.relampago.backward_args.default,
+        (torch.ones_like(out), None, out, lse, wanted, *plain),
     )
 
     def fn(table):
@@ -236,7 +251,9 @@ def test_in_pytorch() -> None:
 def test_refusals_are_words() -> None:
     q = torch.randn(1, 8, 2, 8)
     learned = torch.randn(2, requires_grad=True)
-    with pytest.raises(rl.InvalidInput, match="requires a gradient; expected its derivative in dargs"):
+    with pytest.raises(
+        rl.InvalidInput, match="requires a gradient; expected its derivative in dargs"
+    ):
         rl.attention(q, q, q, score_mod=replace(mixed(*draw((2,), (8,), (8,), (3,))), dargs=(), args=[
             ("head", learned), *mixed(*draw((2,), (8,), (8,), (3,))).args[1:]]))  # fmt: skip
     with pytest.raises(rl.InvalidInput, match="dargs has 1 entries; expected 4"):

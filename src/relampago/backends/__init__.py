@@ -31,14 +31,6 @@ class Backend(Protocol):
         """Out, in the accumulation dtype or the query's, and LSE (B, H, Lq) or (H, total)."""
         ...
 
-    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
-        """LSE and entropy of the last rows of each sequence, and their heads' largest scores. Reads no values."""
-        ...
-
-    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
-        """The weights that each key receives from the last rows of its sequence, (B, H, Lk) or (H, Tk)."""
-        ...
-
     def backward(
         self,
         p: Problem,
@@ -50,6 +42,18 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Grads:
         """The gradients of whatever forward gave that out and LSE."""
+        ...
+
+
+class Measuring(Backend, Protocol):
+    """What a backend that knows row statistics and column sums also offers."""
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        """LSE and entropy of the last rows of each sequence, and their heads' largest scores. Reads no values."""
+        ...
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        """The weights that each key receives from the last rows of its sequence, (B, H, Lk) or (H, Tk)."""
         ...
 
 

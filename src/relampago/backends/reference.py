@@ -133,7 +133,10 @@ def sum_columns(x: Arrays, lse: Tensor, last: int, dtype: torch.dtype) -> Tensor
 
 def add_at(target: Tensor, index: tuple[Any, ...], change: Tensor) -> None:
     """Add change [H, Lq, Lk] to the entries of target that index, which broadcasts to it, names."""
-    places = [torch.as_tensor(i, device=change.device).expand(*[1] * 3) if isinstance(i, int) else i for i in index]
+    places = [
+        torch.as_tensor(i, device=change.device).expand(*[1] * 3) if isinstance(i, int) else i
+        for i in index
+    ]
     shared = [d for d in range(3) if all(i.shape[d] == 1 for i in places)]
     change = change.sum(shared, keepdim=True) if shared else change
     target.index_put_(tuple(i.expand(change.shape) for i in places), change, accumulate=True)
@@ -298,7 +301,9 @@ class Sequence:
         for step, (rule, arguments) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
             args = values(arguments)
             for argument, darg in zip(arguments, rule.dargs, strict=True):
-                target = dargs[argument.number] if dargs and isinstance(argument, Argument) else None
+                target = (
+                    dargs[argument.number] if dargs and isinstance(argument, Argument) else None
+                )
                 if target is not None and darg is not None:
                     change = ds * darg(step, place, self.key, self.head, args, TORCH_MATH)
                     add_at(target, argument.index, change)

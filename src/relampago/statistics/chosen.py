@@ -110,7 +110,9 @@ def _open(
         raise InvalidInput(f"rows has shape {tuple(rows.shape)}; expected {shapes}")
     least = 0 if packed else -limit
     if rows.numel() and not (least <= int(rows.min()) and int(rows.max()) < limit):
-        raise InvalidInput(f"rows reaches from {int(rows.min())} to {int(rows.max())}; expected {least} to {limit - 1}")
+        raise InvalidInput(
+            f"rows reaches from {int(rows.min())} to {int(rows.max())}; expected {least} to {limit - 1}"
+        )
     rows = rows.long()
     return x, torch.where(rows < 0, rows + limit, rows), lse
 

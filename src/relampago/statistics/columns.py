@@ -10,6 +10,7 @@ from torch import Tensor
 from relampago import measure
 from relampago.errors import InvalidInput
 from relampago.statistics.call import lower
+from relampago.transforms import run
 
 
 def column_sums(
@@ -48,7 +49,10 @@ def column_sums(
     if last is not None and (isinstance(last, bool) or not isinstance(last, int) or last < 1):
         raise InvalidInput(f"last is {last!r}; expected an int of at least 1, or None")
     last = whole if last is None else last
-    if lse is None:
+    if lse is None and last < whole:
         lse = measure.row_statistics(last, *call).lse
+    elif lse is None:
+        with torch.no_grad():
+            _, lse = run(*call)  # one column of values costs less than an entropy
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return measure.column_sums(lse.to(wide), last, *call)

@@ -1,4 +1,4 @@
-"""What each row's softmax is like: LSE, entropy, and each head's largest logit; parts of the keys merge to the whole."""
+"""What each row's softmax is like: LSE, entropy, and each head's largest logit; parts of the keys merge."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from relampago.backends.cpu.backward import ranges, renormalised
 from relampago.backends.cpu.forward import finite, over_tiles, raise_to, rows_per_tile, worth_fast
 from relampago.backends.cpu.precision import fast_fp32
 from relampago.backends.cpu.tables import Task
-from relampago.backends.cpu.tile import LOG2E, Heads, Slab, Tile, scratch
+from relampago.backends.cpu.tile import LOG2E, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, RowStatistics, accumulate_dtype, empty_lse
 
@@ -25,7 +25,9 @@ LEAST = -1.0e4  # whose power is 0, and whose product with 0 is 0: stands for -i
 def row_statistics(x: Arrays, plan: Plan, last: int) -> RowStatistics:
     """LSE and entropy of the last rows of each sequence, and each head's largest score, as softmax reads it."""
     lse = empty_lse(x)
-    found = RowStatistics(lse, torch.zeros_like(lse), lse.new_full((x.batch, x.q.shape[-2]), -math.inf))
+    found = RowStatistics(
+        lse, torch.zeros_like(lse), lse.new_full((x.batch, x.q.shape[-2]), -math.inf)
+    )
 
     def describe(tile: Tile) -> Tensor | None:
         first = tile.slab.q.shape[0] - last

@@ -101,7 +101,9 @@ def add(tile: Tile, panel: Panel, argument: Argument, table: Tensor, change: Ten
         first = panel.keys.start - (tile.p1 - 1 + tile.slab.band.offset)  # of the last row
         add_diagonals(table, first, change)
     else:
-        at = argument.index[-1].expand(change.shape[1], 1, -1)[:, 0]  # [l, n]: the same for all heads
+        at = argument.index[-1].expand(change.shape[1], 1, -1)[
+            :, 0
+        ]  # [l, n]: the same for all heads
         flat = change.transpose(1, 2).flatten(2)  # [g, R, l·n]
         table.scatter_add_(2, at.flatten().expand_as(flat), flat)
 
@@ -119,7 +121,9 @@ def add_diagonals(table: Tensor, first: int, change: Tensor) -> None:
     width = l + n  # of a row, the last column stays empty
     skewed = scratch("skewed", (g, group, l * width), change.dtype).zero_()
     rows = skewed.as_strided(
-        (g, group, l, n), (group * l * width, l * width, width - 1, 1), skewed.storage_offset() + l - 1
+        (g, group, l, n),
+        (group * l * width, l * width, width - 1, 1),
+        skewed.storage_offset() + l - 1,
     )
     rows.copy_(change.transpose(1, 2))
     sums = skewed.view(g, group, l, width).sum(2)[..., : width - 1]

@@ -104,7 +104,9 @@ def change_of(
     p = weights(masked, top[:, None], row_norm, factor, True)
     if extra.seed is not None:
         dp = tl.where(kept(extra, size, b, head, rows, keys), dp * extra.upscale, 0.0)
-    change = slope_by(s * scale, target.darg, extra.mods, extra.modified, MOD, b, head, rows, keys, offset)
+    change = slope_by(
+        s * scale, target.darg, extra.mods, extra.modified, MOD, b, head, rows, keys, offset
+    )
     return p * (dp - di[:, None]) * change
 
 
@@ -180,7 +182,11 @@ def by_argument(
 
 
 def argument_gradients(
-    x: Arrays, wanted: tuple[bool, ...], tensors: tuple[Tensor, ...], rows: tuple[Any, ...], dims: tuple[int, ...]
+    x: Arrays,
+    wanted: tuple[bool, ...],
+    tensors: tuple[Tensor, ...],
+    rows: tuple[Any, ...],
+    dims: tuple[int, ...],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the arguments that are wanted, in fp32.
 
@@ -195,7 +201,7 @@ def argument_gradients(
         torch.zeros(t.shape, dtype=torch.float32, device=t.device) if wish else None
         for t, wish in zip(x.mod_args, wanted, strict=False)
     ]
-    q, k, v, dout = tensors
+    q, k, v, _ = tensors
     if q.numel() == 0 or k.numel() == 0:
         return tuple(sums)
     block = PLAN.block_q
@@ -216,7 +222,9 @@ def argument_gradients(
 def targets(x: Arrays, sums: list[Tensor | None]) -> list[tuple[int, Target]]:
     """The wanted arguments, each with the number of its mod."""
     found, number = [], 0
-    for mod, (rule, compiled) in enumerate(zip(map(rule_of, x.mods), A.mods_of(x) or (), strict=True)):
+    for mod, (rule, compiled) in enumerate(
+        zip(map(rule_of, x.mods), A.mods_of(x) or (), strict=True)
+    ):
         for slot, own, darg in zip(rule.slots, compiled.slots, rule.dargs, strict=True):
             if not isinstance(slot, str):
                 continue

@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from relampago.backends.triton import arguments as A
+from relampago.backends.triton.argument_gradients import argument_gradients
 from relampago.backends.triton.forward import cut_keys, cut_queries, launch, precision
 from relampago.backends.triton.gradients import by_keys, by_queries
 from relampago.backends.triton.preprocess import prepare, renormalise
-from relampago.backends.triton.argument_gradients import argument_gradients
 from relampago.backends.triton.tile import LOG2E
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted

@@ -1,4 +1,4 @@
-"""Statistics of the weights: `describe` is the forward's loop without values, `receive` that of dK without gradients."""
+"""Statistics of the weights: `describe` is the forward's loop without values, `receive` dK's without gradients."""
 
 from __future__ import annotations
 
@@ -277,7 +277,11 @@ def column_sums(x: Arrays, plan: Plan, lse: Tensor, last: int) -> Tensor:
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
     sq, sk = A.strides(q), A.strides(k)
-    shift = torch.where(lse == -torch.inf, torch.inf, lse).mul_(1.0 if natural else LOG2E.value).contiguous()
+    shift = (
+        torch.where(lse == -torch.inf, torch.inf, lse)
+        .mul_(1.0 if natural else LOG2E.value)
+        .contiguous()
+    )
     tiles, block_q = cut_queries(x, plan)
     key_tiles, block_k = cut_keys(x, plan)
     size, norm = A.size_of(x, tiles, q.shape[-1] * q.element_size()), None
