@@ -73,15 +73,7 @@ def within_budget(label: str, got: dict, standard: dict, oracle: dict, dtype: to
         check(label, *parts, dtype)
 
 
-FEW = (
-    "causal",
-    "packed-cross",
-    "block-sparse",
-    "bias-finfo-min",
-    "user-mod",
-    "sinks-window",
-    "large-values",
-)
+FEW = ("packed-cross", "block-sparse", "bias-finfo-min", "user-mod")
 ASKED = [
     *(("cpu", case, torch.float32) for case in CASES),
     *(("cpu", find(name), dtype) for name in FEW for dtype in (torch.bfloat16, torch.float64)),
