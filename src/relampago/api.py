@@ -18,6 +18,7 @@ from relampago import validate, warm
 from relampago.cache import KVCache
 from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
+from relampago.measure import forward_max
 from relampago.mods import ScoreMod, alibi, constant, register
 from relampago.mods import softcap as softcap_mod
 from relampago.op import accumulate_op, backward_op
@@ -108,6 +109,7 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · q·kᵀ + …)·v, in O(N) memory (FlashAttention-2, arXiv 2307.08691).
@@ -125,8 +127,8 @@ def attention(
             index tensors.
         scale: factor of q·kᵀ; D ** -0.5 if None.
         softcap: c for c · tanh(score / c).
-        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets no gradient.
-        score_mod: one `ScoreMod` or several, applied in order.
+        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets its gradient.
+        score_mod: one `ScoreMod` or several, applied in order. Arguments with a derivative get their gradients.
         bias: float tensor that broadcasts to (B, H, Lq, Lk), added to the scores. Gets its gradient.
         sinks: (H,), a learnable score per head that takes part in the softmax and has no value. Gets its gradient.
         dropout_p: probability in [0, 1) of dropping a weight.
@@ -134,10 +136,14 @@ def attention(
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
         return_lse: also return log Σ exp(scores): fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq);
             differentiable.
+        return_max_logits: also return, as the last, each head's largest scale · q·kᵀ among the pairs that the masks
+            show, (B, H), before softcap, mods and bias; -inf where no pair is visible. It is what QK-Clip compares
+            with its threshold (arXiv 2507.20534, section 2.1). In LSE's dtype; no gradient.
         backend: a backend's name; it never falls back. None takes the first that can.
 
     Returns:
-        out (B, Lq, H, E), or (out, lse). A row that sees no key gives 0 and LSE -inf.
+        out (B, Lq, H, E), or (out, lse), (out, max_logits), (out, lse, max_logits). A row that sees no key gives 0
+        and LSE -inf.
 
     Raises:
         InvalidInput: an argument is wrong; the message names it.
@@ -150,8 +156,7 @@ def attention(
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
                       dropout_seed, deterministic, backend)  # fmt: skip
-    out, lse = _answer(q, k, v, options, None)
-    return (out, lse) if return_lse else out
+    return _respond(q, k, v, options, None, return_lse, return_max_logits)
 
 
 def attention_varlen(
@@ -176,6 +181,7 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
 ) -> Any:
     """`attention` over packed sequences: sequence i owns rows cu_seqlens[i] to cu_seqlens[i + 1].
@@ -201,10 +207,11 @@ def attention_varlen(
         dropout_seed: as in `attention`.
         deterministic: as in `attention`.
         return_lse: LSE is (H, Tq).
+        return_max_logits: as in `attention`, (B, H).
         backend: as in `attention`.
 
     Returns:
-        out (Tq, H, E), or (out, lse). Rows beyond cu_seqlens_q[-1] get 0, LSE -inf and zero gradients.
+        out (Tq, H, E), or a tuple as in `attention`. Rows beyond cu_seqlens_q[-1] get 0, LSE -inf and zero gradients.
 
     Raises:
         InvalidInput: an argument is wrong; the message names it.
@@ -213,8 +220,7 @@ def attention_varlen(
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
                       dropout_seed, deterministic, backend)  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _answer(q, k, v, options, packing)
-    return (out, lse) if return_lse else out
+    return _respond(q, k, v, options, packing, return_lse, return_max_logits)
 
 
 def partial(
@@ -316,6 +322,23 @@ class Options(NamedTuple):
     dropout_seed: int | Tensor | None = None
     deterministic: bool | None = None
     backend: str | None = None
+
+
+def _respond(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    packing: Packing | None,
+    with_lse: bool,
+    with_max: bool,
+) -> Any:
+    """Out, and what else was asked for."""
+    if with_max:
+        out, lse, top = forward_max(*prepare(q, k, v, options, packing=packing))
+        return (out, lse, top) if with_lse else (out, top)
+    out, lse = _answer(q, k, v, options, packing)
+    return (out, lse) if with_lse else out
 
 
 def _answer(

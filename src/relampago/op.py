@@ -32,18 +32,22 @@ from relampago.problem import (
 from relampago.select import choose
 from relampago.work import Work
 
-_INPUTS = (
+INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
     "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, "
     "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
-NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
+NAMES = tuple(part.split()[-1] for part in INPUTS.split(", "))
 library = torch.library.Library("relampago", "DEF")
-library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
-library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {_INPUTS}) -> ()")
+library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
+library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {INPUTS}) -> ()")
 library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_INPUTS})"
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {INPUTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(  # the same with gradients of mod_args: `wanted` goes on with an entry for each
+    f"backward_args(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {INPUTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 forward_op = torch.ops.relampago.forward.default
 accumulate_op = torch.ops.relampago.accumulate.default
@@ -101,10 +105,10 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-def decide(x: Arrays, facts: Facts) -> tuple[Problem, Backend, Plan]:
-    """What a forward asks of which backend, and its plan."""
+def decide(x: Arrays, facts: Facts, statistic: str = "") -> tuple[Problem, Backend, Plan]:
+    """What a forward, or a statistic, asks of which backend, and its plan."""
     _check_cu_seqlens(x)
-    problem = describe(x, facts)
+    problem = describe(x, facts, statistic=statistic)
     return problem, *_decide(problem, facts.backend, facts.plan)
 
 
@@ -130,15 +134,30 @@ def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> None:
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
+    *grads, _ = _backward_args(dout, dlse, out, lse, wanted, *args)
+    return tuple(grads)
+
+
+@torch.library.impl(library, "backward_args", "CompositeExplicitAutograd")
+def _backward_args(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
+) -> tuple[Any, ...]:
     x, facts = gather(args)
-    wish = Wanted(*wanted)
+    q, k, v, bias, sinks, *mod_args = wanted
+    wish = Wanted(q, k, v, bias, sinks, tuple(mod_args))
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
-    grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
+    *grads, dargs = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
-    return tuple(
-        _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
-        for grad, source in zip(grads, inputs, strict=True)
+    return (
+        *(
+            _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
+            for grad, source in zip(grads, inputs, strict=True)
+        ),
+        [
+            _absent(x.q) if grad is None else grad.to(source.dtype)
+            for grad, source in zip(dargs, x.mod_args, strict=False)
+        ],
     )
 
 
@@ -186,8 +205,7 @@ def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
     x, _ = gather(args)
-    wish = Wanted(*wanted)
-    present = (True, True, True, x.bias is not None and wish.bias, x.sinks is not None)
+    present = (True, True, True, x.bias is not None and wanted[3], x.sinks is not None)
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
     return tuple(
         source.new_empty(source.shape, dtype=x.dtype or source.dtype)
@@ -200,6 +218,20 @@ def _backward_fake(
 @torch.library.register_fake("relampago::accumulate", lib=library)
 def _accumulate_fake(*args: Any) -> None:
     return None
+
+
+@torch.library.register_fake("relampago::backward_args", lib=library)
+def _backward_args_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
+) -> tuple[Any, ...]:
+    x, _ = gather(args)
+    return (
+        *_backward_fake(dout, dlse, out, lse, wanted, *args),
+        [
+            source.new_empty(source.shape) if there else _absent(x.q)
+            for there, source in zip(wanted[5:], x.mod_args, strict=True)
+        ],
+    )
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -219,11 +251,17 @@ def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[A
     needs = ctx.needs_input_grad[:5]
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = torch.ops.relampago.backward(
-        dout, dlse, out, lse, list(needs), *tensors, blocks, mod_args, ctx.sizes, ctx.facts
-    )
+    given = (dout, dlse, out, lse)
+    call = (*tensors, blocks, mod_args, ctx.sizes, ctx.facts)
+    asked = ctx.needs_input_grad[NAMES.index("mod_args")]  # a plain False from `Transformable`
+    dargs: list[Tensor | None] = [None] * len(mod_args)
+    if isinstance(asked, list | tuple) and any(asked):
+        *grads, found = torch.ops.relampago.backward_args(*given, [*needs, *asked], *call)
+        dargs = [grad if need else None for grad, need in zip(found, asked, strict=True)]
+    else:
+        grads = torch.ops.relampago.backward(*given, list(needs), *call)
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return (*wanted, *[None] * (n - 5), [None] * n_blocks, [None] * len(mod_args), None, None)
+    return (*wanted, *[None] * (n - 5), [None] * n_blocks, dargs, None, None)
 
 
 torch.library.register_autograd(
@@ -241,7 +279,7 @@ def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int
     return Work.of_shapes(*_sizes(shapes[2:])).forward_flops
 
 
-@register_flop_formula(torch.ops.relampago.backward)
+@register_flop_formula([torch.ops.relampago.backward, torch.ops.relampago.backward_args])
 def _backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return Work.of_shapes(*_sizes(shapes[5:])).backward_flops
 

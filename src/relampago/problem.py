@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import platform
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -105,9 +106,9 @@ class Arrays:
     dropout_p: float = 0.0
     shard: bool = False  # LSE is a larger attention's
     dtype: torch.dtype | None = None  # of out and gradients, if not that of the inputs
-    into: tuple[Tensor, Tensor] | None = (
-        None  # (out, lse) of other keys, to fold into, see `Backend.forward`
-    )
+    # (out, lse) of other keys, to go on from, see `Backend.forward`
+    into: tuple[Tensor, Tensor] | None = None
+    max_logits: Tensor | None = None  # (B, H) of -inf: a forward without mods and bias raises it
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -174,6 +175,14 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
+class RowStatistics(NamedTuple):
+    """What `statistics.rows` tells; all but max_logits are shaped like LSE, in its dtype."""
+
+    lse: Tensor
+    entropy: Tensor
+    max_logits: Tensor  # (B, H)
+
+
 class Wanted(NamedTuple):
     """Which gradients are asked for."""
 
@@ -182,6 +191,7 @@ class Wanted(NamedTuple):
     v: bool = True
     bias: bool = False
     sinks: bool = False
+    mod_args: tuple[bool, ...] = ()  # of each tensor among Arrays.mod_args; () for none
 
 
 class Grads(NamedTuple):
@@ -192,6 +202,7 @@ class Grads(NamedTuple):
     v: Tensor | None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    mod_args: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +230,11 @@ class Problem:
     mods: tuple[str, ...] = ()
     bias: bool = False
     bias_grad: bool = False
+    mod_grads: bool = False
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
+    statistic: str = ""  # one of STATISTICS
 
     def backward(self) -> Problem:
         """The same problem, the other way."""
@@ -241,9 +254,11 @@ class Problem:
             "score mods": bool(self.mods),
             "bias": self.bias,
             "the bias gradient": self.bias_grad,
+            "gradients of score mod arguments": self.mod_grads,
             "sinks": self.sinks,
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
+            self.statistic: bool(self.statistic),
         }
         return frozenset(name for name, present in flags.items() if present)
 
@@ -270,13 +285,25 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def empty_lse(x: Arrays) -> Tensor:
+    """The LSE of rows that see nothing: -inf, (B, H, Lq) or (H, total)."""
+    rows = x.q.shape
+    shape = (rows[0], rows[2], rows[1]) if x.cu_q is None else (rows[1], rows[0])
+    return x.q.new_full(shape, -math.inf, dtype=accumulate_dtype(x.q.dtype))
+
+
 def round_up(n: int) -> int:
     """The next power of two: lengths in a Problem vary less than those of calls."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def describe(
-    x: Arrays, facts: Facts, *, wanted: Wanted | None = None, device: Device | None = None
+    x: Arrays,
+    facts: Facts,
+    *,
+    wanted: Wanted | None = None,
+    device: Device | None = None,
+    statistic: str = "",
 ) -> Problem:
     """The Problem that tensors and facts amount to; a backward one if gradients are wanted."""
     return Problem(
@@ -301,9 +328,11 @@ def describe(
         mods=facts.mods,
         bias=x.bias is not None,
         bias_grad=wanted is not None and wanted.bias,
+        mod_grads=wanted is not None and any(wanted.mod_args),
         sinks=x.sinks is not None,
         dropout=facts.dropout_p > 0,
         deterministic=facts.deterministic,
+        statistic=statistic,
     )
 
 
@@ -317,17 +346,22 @@ def refuse_backward(p: Problem) -> str | None:
     """What no backend can differentiate: mods without a derivative, keys in a cache."""
     if p.direction == "forward":
         return None
+    if p.statistic:
+        return "statistics have no gradient"
     if p.layout_k in (Layout.CACHE, Layout.PAGED):
         return "keys in a cache have no gradient"
     return no_slope(p.mods)
 
 
+STATISTICS = ("max logits", "row statistics", "column sums")
 FEATURES = frozenset(
     name
     for layout in Layout
+    for statistic in STATISTICS
     for name in Problem(
         device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
         layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
-        bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
+        bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True, deterministic=True,
+        statistic=statistic,
     ).features()
 )  # fmt: skip

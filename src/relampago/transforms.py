@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from relampago.errors import Unsupported
 from relampago.op import NAMES, differentiate, forward_op, library, setup_context
 
 
 def run(*call: Any) -> tuple[Tensor, Tensor]:
     """The forward op, in a form that torch.func can transform while one of its transforms is active."""
     if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+        if any(t.requires_grad for t in call[NAMES.index("mod_args")]):
+            raise Unsupported(
+                "gradients of score mod arguments inside a transform of torch.func are not known"
+            )
         return Transformable.apply(*call)  # type: ignore[return-value]
     return forward_op(*call)
 

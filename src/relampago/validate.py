@@ -261,13 +261,14 @@ def packed(side: str, like: Tensor, cu: Any, longest: Any) -> None:
 
 
 def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: torch.device) -> None:
-    """Shapes of score mods' tensors against (B, H, Lq, Lk); none may want a gradient."""
+    """Shapes of score mods' tensors against (B, H, Lq, Lk); only those with a derivative may want a gradient."""
     batch, heads, len_q, len_k = full
     for mod in mods:
-        for value in mod.args:
+        dargs = mod.dargs or [None] * len(mod.args)
+        for value, darg in zip(mod.args, dargs, strict=True):
             if not isinstance(value, tuple):
                 continue
-            axis, tensor = value
+            axis, tensor, *places = value
             if axis == "head":
                 shapes = [(heads,), (batch, heads)]
             else:
@@ -282,7 +283,20 @@ def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: tor
                     ("score_mod", ("has {} distances", shape[-1:]), "an odd number, 2·R + 1", odd),
                     ("score_mod", ("has an argument on {}", tensor.device), ("{}, as q", device),
                      tensor.device == device),
-                    ("score_mod", "has an argument that requires a gradient", "constants (a bias gets a gradient)",
-                     not tensor.requires_grad),
+                    ("score_mod", "has an argument that requires a gradient", "its derivative in dargs, or a constant",
+                     darg is not None or not tensor.requires_grad),
                 ]
             )  # fmt: skip
+            for t in places:
+                _places(t, [(len_k,), (batch, len_k)], device)
+
+
+def _places(t: Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+    require(
+        [
+            ("score_mod", ("has places of shape {}", tuple(t.shape)), ("one of {}", shapes), tuple(t.shape) in shapes),
+            ("score_mod", ("has places of dtype {}", t.dtype), "torch.int32 or torch.int64",
+             t.dtype in (torch.int32, torch.int64)),
+            ("score_mod", ("has places on {}", t.device), ("{}, as q", device), t.device == device),
+        ]
+    )  # fmt: skip

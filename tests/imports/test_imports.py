@@ -20,7 +20,7 @@ LEVELS = (
     ("backends",),
     ("select",),
     ("op",),
-    ("transforms", "warm"),
+    ("transforms", "warm", "measure"),
     ("validate",),
     ("api",),
     ("explain", "cases"),

@@ -33,6 +33,19 @@ def namespace() -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("page", ["statistics.md", "bias.md"])
+def test_pages_run(page) -> None:
+    """A page's blocks, one after the other."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    names = namespace()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+    if "whole" in names:
+        want = names["statistics"].rows(names["q"], names["k"], causal=True)
+        torch.testing.assert_close(names["whole"], want)
+        torch.testing.assert_close(torch.cat(names["sides"], -1), names["received"])
+
+
 @pytest.mark.parametrize("page", ["README.md", "README.es.md"])
 def test_readme_blocks(page) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

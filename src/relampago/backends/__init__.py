@@ -11,7 +11,7 @@ from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import Reference
 from relampago.backends.triton import Triton
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Problem, Saved, Wanted
+from relampago.problem import Arrays, Grads, Problem, RowStatistics, Saved, Wanted
 
 
 class Backend(Protocol):
@@ -45,6 +45,18 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Grads:
         """The gradients of whatever forward gave that out and LSE."""
+        ...
+
+
+class Measuring(Backend, Protocol):
+    """What a backend that knows row statistics and column sums also offers."""
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        """LSE and entropy of the last rows of each sequence, and their heads' largest scores. Reads no values."""
+        ...
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        """The weights that each key receives from the last rows of its sequence, (B, H, Lk) or (H, Tk)."""
         ...
 
 

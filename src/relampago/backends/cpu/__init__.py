@@ -7,12 +7,14 @@ from torch import Tensor
 
 from relampago.backends.cpu.backward import backward
 from relampago.backends.cpu.forward import forward
+from relampago.backends.cpu.statistics import column_sums, row_statistics
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
     Arrays,
     Grads,
     Problem,
+    RowStatistics,
     Saved,
     Wanted,
     refuse_backward,
@@ -39,6 +41,14 @@ class Cpu:
             torch.no_grad(),
         ):  # threads and their buffers know no inference mode
             return forward(x, plan)
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        with torch.inference_mode(False), torch.no_grad():
+            return row_statistics(x, plan, last)
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return column_sums(x, plan, lse, last)
 
     def backward(
         self,

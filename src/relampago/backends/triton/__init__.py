@@ -21,6 +21,7 @@ from relampago.problem import (
     Arrays,
     Grads,
     Problem,
+    RowStatistics,
     Saved,
     Wanted,
     refuse_backward,
@@ -63,6 +64,7 @@ class Triton:
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
         kernel = "decode" if applies(p) else kernel
+        kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
@@ -71,6 +73,18 @@ class Triton:
 
         with _on(x.q.device):
             return decode(x, plan) if applies(p) else forward(x, plan)
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        from relampago.backends.triton.statistics import row_statistics
+
+        with _on(x.q.device):
+            return row_statistics(x, plan, last)
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        from relampago.backends.triton.statistics import column_sums
+
+        with _on(x.q.device):
+            return column_sums(x, plan, lse, last)
 
     def backward(
         self,
@@ -110,11 +124,15 @@ class Triton:
     def _refuse_mods(self, p: Problem) -> str | None:
         if not p.mods:
             return None
+        if p.mod_grads and p.deterministic:
+            return "adds up gradients of score mod arguments atomically: not in deterministic mode"
+        if p.mod_grads and p.blocks:
+            return "does not know gradients of score mod arguments with BlockSparse masks"
         from relampago.backends.triton.arguments import refuse_function
 
         for rule in map(rule_of, p.mods):
             functions = (rule.fn,) if p.direction == "forward" else (rule.fn, rule.dfn)
-            for fn in functions:
+            for fn in (*functions, *filter(None, rule.dargs if p.mod_grads else ())):
                 if (reason := refuse_function(fn)) is not None:
                     return reason
         return None

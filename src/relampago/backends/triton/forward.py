@@ -100,6 +100,13 @@ def step(
 
 
 @triton.jit
+def raise_to(top, m, size, b, head, NATURAL: tl.constexpr):
+    """Raise a head's largest score (B, H) to that of a tile: one atomic maximum, whose order does not matter."""
+    highest = tl.max(m, 0) * (1.0 if NATURAL else LN2)
+    tl.atomic_max(top + b * size.heads_q + head, highest, sem="relaxed")
+
+
+@triton.jit
 def fill_tail(
     out, lse, lay, size, so, sl, tile, head, b, value, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr,
@@ -136,7 +143,7 @@ def query_tile(size, sparse, tile, len_q, BQ: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def attend(
-    q, k, v, kb1, kb2, vb1, vb2, out, lse, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
+    q, k, v, kb1, kb2, vb1, vb2, out, lse, top, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, RESUME: tl.constexpr,
@@ -208,6 +215,8 @@ def attend(
                 factor, size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
+    if top is not None:
+        raise_to(top, m, size, b, head, NATURAL)
     if extra.sinks is not None:  # one more score, with no value
         sink = tl.load(extra.sinks + head).to(tl.float32) * (1.0 if NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
@@ -283,7 +292,7 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
     launch(
-        attend, grid, plan, q, k, v, *boxes, out, lse,
+        attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits,
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
         A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band),
         A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,
