@@ -104,11 +104,13 @@ def _row(row: dict[str, Any], where: str) -> Row:
         raise InvalidInput(
             f"{where}: row {row} needs plan (of {sorted(known)}), from, and may have when"
         )
-    when = tuple(
-        (name, tuple(value) if isinstance(value, list) else value)
-        for name, value in row.get("when", {}).items()
-    )
+    when = tuple((name, _tuples(value)) for name, value in row.get("when", {}).items())
     return Row(when, Plan(**row["plan"]), row["from"])
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples: `mods = [[]]` is one of no mods."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def first_match(archs: tuple[str, ...], kernel: str, p: Problem) -> Plan:

@@ -29,6 +29,7 @@ from relampago.backends.gluon.sm90_gradients import (
     Size,
     advance,
     as_held,
+    disguised,
     first_turn,
     hide_rows,
     key_tile,
@@ -191,6 +192,10 @@ def consume(
         row = row_base(q_at, head, size, PACKED) + q0
         if PACKED:  # an empty sequence has no rows to add to
             row = row if q0 < q_at.length else -1
+        if EARLY or BQ > ROWS:  # short of registers
+            own = disguised(WG, q0)
+            k = keys.tiles.index(own).reshape([ROWS, D])
+            v = values.tiles.index(own).reshape([ROWS, E])
         q = queries.tiles.index(stage).reshape([BQ, D])
         if not EARLY:
             mbarrier.wait(queries.full.index(stage), phase)

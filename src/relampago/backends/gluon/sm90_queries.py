@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -20,6 +21,7 @@ from relampago.backends.gluon.sm90_gradients import (
     ROWS,
     Size,
     advance,
+    disguised,
     full_range,
     query_tile,
     row_base,
@@ -147,10 +149,14 @@ def consume(
     stage_v, phase_v = advance(0, 0, STAGES_V)
     for _ in range(n - 1):
         k0 = next_keys(k0, first, n, BK)
+        own = disguised(WG, k0)
+        q = queries.tiles.index(own).reshape([ROWS, D])
+        do = douts.tiles.index(own).reshape([ROWS, E])
         k = receive(keys, stage_k, phase_k, BK, D)
         s = gl.zeros([ROWS, BK], gl.float32, S_L)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-        v = receive(values, stage_v, phase_v, BK, E)
+        mbarrier.wait(values.full.index(stage_v), phase_v)
+        v = values.tiles.index(disguised(stage_v, k0)).reshape([BK, E])
         dp = gl.zeros([ROWS, BK], gl.float32, S_L)
         dp = warpgroup_mma(do, v.permute((1, 0)), dp, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds16, keys.tiles.index(before).reshape([BK, D]), dq, is_async=True)
