@@ -33,6 +33,8 @@ class Plan:
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
+        lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2 (gluon).
+        reach: MiB of keys and values that heads in flight share under a mask; 0: what fits the L2 cache (gluon).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
@@ -48,6 +50,8 @@ class Plan:
     ahead: int = 0
     pin: int = 0
     rotate: int = 0
+    lazy: int = 0
+    reach: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

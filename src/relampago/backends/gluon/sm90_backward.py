@@ -288,7 +288,8 @@ def consume(
 def by_keys(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
     factor, scale, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr,
     MASKED: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,

@@ -42,7 +42,8 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
 @gluon.jit(do_not_specialize=[*Size._fields, *Sides._fields])
 def prepare(
     out, dout, lse, dlse, top, delta, sums, out_stride, dout_stride, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
    
     R: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -87,7 +88,8 @@ def prepare(
 @gluon.jit(do_not_specialize=["scale", *Size._fields, *Sides._fields])
 def convert(
     sums, dq, stride, scale, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
     R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
