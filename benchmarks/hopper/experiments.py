@@ -159,7 +159,7 @@ def right(cell: Cell, found: dict[str, Call]) -> None:
     for name, call in found.items():
         if name != "table" and name in variants(cell):
             error = ((call()[0].float() - want).norm() / want.norm()).item()
-            if not error < 4e-3:
+            if not error < 6e-3:  # both are up to 2.3e-3 from fp64
                 say("wrong", name=name, error=error, **cell._asdict())
 
 
