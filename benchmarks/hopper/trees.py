@@ -36,7 +36,7 @@ class Tree:
                 del sys.modules[name]
             sys.modules.update(ours)
 
-    def __getitem__(self, name: str) -> ModuleType:
+    def __getitem__(self, name: str) -> Any:
         return self.modules[name]
 
     def forward(self, plan: Plan, x: Arrays, multiprocessors: int) -> Callable[[], Any]:
