@@ -205,6 +205,25 @@ def test_every_schedule(monkeypatch, schedule, pingpong) -> None:
     check(build(monkeypatch, plan, arrays(row, "causal")), plan)
 
 
+@pytest.mark.parametrize(("dim", "causal"), [(64, True), (96, False), (128, True), (256, True)])
+def test_lazy_rescaling_is_a_branch(monkeypatch, dim, causal) -> None:
+    """Around as many products as O has elements in a thread, and no product of the tensor cores is serialised."""
+    row = next(r for r in TABLE if dims(r)[0] >= dim and reaches(r, "causal" if causal else "full"))
+    row = Row((("dim", dim), ("dim_v", dim)), row.plan, row.source)
+    plan = replace(row.plan, lazy=1)
+    built = build(monkeypatch, plan, arrays(row, "causal" if causal else "full"))
+    check(built, plan)
+    for body in main_loops(disassembled(built)):
+        votes = [i for i, line in enumerate(body) if "VOTE" in line]
+        assert len(votes) == (2 if dim == 96 else dim // 64)  # of 32 elements, or fewer
+        for vote in votes:
+            jump = next(
+                i for i, line in enumerate(body[vote:]) if " BRA" in f" {line}" and "@" in line
+            )
+            after = body[vote + jump + 1 : vote + jump + 5]
+            assert sum("FMUL" in line for line in after) >= 2
+
+
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:
     """What the table has for a call."""
     p = Problem(

@@ -289,6 +289,7 @@ def make_language() -> types.ModuleType:
     gl.num_programs = lambda axis: M.here.programs
     gl.cast = lambda x, dtype: x
     gl.zeros = lambda shape, dtype, layout: Tensor(np.zeros(shape))
+    gl.zeros_like = lambda x: Tensor(np.zeros_like(x.a))
     gl.to_tensor = lambda x: x
     gl.full = lambda shape, value, dtype, layout: Tensor(np.full(shape, value))
     gl.arange = lambda start, end, layout: Tensor(np.arange(start, end))
@@ -334,6 +335,8 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return Tensor(_quiet(np.exp2, args[0].a))
     if text.startswith("rcp"):
         return Tensor(_quiet(np.reciprocal, args[0].a))
+    if "vote.sync" in text:
+        return args[0] * args[1]
     if text.startswith("bar."):
         barrier = M.here.named.setdefault(args[0], NamedBarrier())
         phase = barrier.arrive()

@@ -296,6 +296,26 @@ def test_partial_results_in_fp32_and_folded(launcher, name) -> None:
     assert (longer_lse[:, :, n + 3 :] == 7).all()
 
 
+@pytest.mark.parametrize("name", ["full", "causal-blind-rows", "softcap", "dims-in-two"])
+@pytest.mark.parametrize("steep", [1.0, 40.0], ids=["stale", "growing"])
+def test_maxima_that_may_be_stale(launcher, name, steep) -> None:
+    """Scores that hardly grow, and some that grow by far more than a stale maximum bears."""
+    x = arrays({**CASES, **MORE}[name])
+    x.k.mul_(torch.linspace(steep, 1.0, x.len_k).bfloat16()[:, None, None])  # the last come first
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1)
+    compare(x, run(launcher, x, plan, 0))
+
+
+def test_a_growing_maximum_that_is_not_rescaled_is_a_wrong_result(launcher, monkeypatch) -> None:
+    kernel = sys.modules["relampago.backends.gluon.sm90_forward"]
+    monkeypatch.setattr(kernel, "rescaled", lambda acc, factor: acc)
+    x = arrays(CASES["full"])
+    x.k.mul_(torch.linspace(40.0, 1.0, x.len_k).bfloat16()[:, None, None])
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1)
+    with pytest.raises(AssertionError):
+        compare(x, run(launcher, x, plan, 0))
+
+
 def test_infinite_scores_of_a_row(launcher) -> None:
     x = arrays({"lq": 70, "lk": 140, "causal": True})
     x.q[0, 3] = INF

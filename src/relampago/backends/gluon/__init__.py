@@ -57,9 +57,8 @@ class GluonSm90:
             return f"knows bf16 and fp16, got {p.dtype}"
         if max(p.dim, p.dim_v) > 256:
             return f"head dim {max(p.dim, p.dim_v)} > 256"
-        knows = KNOWS if p.direction == "forward" else KNOWS - {"document tables"}
         return (
-            refuse_unknown(p, knows)
+            refuse_unknown(p, KNOWS)
             or self._refuse_parts(p)
             or self._refuse_few(p)
             or _refuse_triton()

@@ -215,7 +215,7 @@ def setting_of(
     )  # else a mask knows where each block lies
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, bool(plan.pingpong),
-        bool(plan.pin), not is_split and not wide and shares(plan, *parts), is_split, turns,
+        bool(plan.pin), bool(plan.lazy), not is_split and not wide and shares(plan, *parts), is_split, turns,
         *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)

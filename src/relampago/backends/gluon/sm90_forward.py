@@ -43,6 +43,7 @@ from relampago.backends.gluon.softmax import (
     finite,
     hide,
     part_sum,
+    rescaled,
     row_max,
     softmax,
 )
@@ -145,7 +146,7 @@ def step(
     factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
     D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
     P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr,
-    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
     k = receive(keys, stage_k, phase_k, BK, D)
@@ -161,11 +162,16 @@ def step(
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
-    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN)
+    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
     release(values, stage_v)
     p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
-    acc1, acc2 = scaled(acc1, acc2, alpha, E2)
+    if LAZY:
+        acc1 = rescaled(acc1, alpha)
+        if E2 > 0:
+            acc2 = rescaled(acc2, alpha)
+    else:
+        acc1, acc2 = scaled(acc1, acc2, alpha, E2)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
@@ -293,7 +299,7 @@ def consume(
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
     PART: gl.constexpr = ROWS // PACK
@@ -369,7 +375,7 @@ def consume(
             acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
                 q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked,
                 seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, ENDS, TABLES, PINGPONG, PIN,
+                LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, BK, E)
         acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
@@ -420,7 +426,8 @@ def attend(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr,
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
-    PIN: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr, REGISTERS: gl.constexpr,
+    PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
+    REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
@@ -453,13 +460,13 @@ def attend(
     if WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 2,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE)),
@@ -467,10 +474,10 @@ def attend(
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE)),
