@@ -23,6 +23,7 @@ from relampago.problem import (
     accumulate_dtype,
     refuse_backward,
 )
+from relampago.quant import emulation
 
 
 class Reference:
@@ -37,7 +38,7 @@ class Reference:
         return Plan(block_q=1, block_k=1)  # no tiles
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        return attend(x, accumulate_dtype(x.q.dtype))
+        return emulation.run(x, lambda lowered: attend(lowered, accumulate_dtype(lowered.q.dtype)))
 
     def backward(
         self,
@@ -204,6 +205,8 @@ class _Sequence:
         m = torch.where(m == -math.inf, torch.zeros_like(m), m).detach()
         p = (scores - m).exp()
         total = p.sum(-1, keepdim=True)
+        if self.x.precision == "fp8":
+            p = emulation.rounded(p)
         if self.x.sinks is not None:
             total = total + (self.x.sinks.to(self.dtype).view(-1, 1, 1) - m).exp()
         return p / torch.where(total == 0, torch.ones_like(total), total)

@@ -10,6 +10,8 @@ from relampago.backends.cpu.forward import forward
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
+    FP8_CACHE,
+    FP8_PRODUCTS,
     Arrays,
     Grads,
     Problem,
@@ -18,6 +20,7 @@ from relampago.problem import (
     refuse_backward,
     refuse_unknown,
 )
+from relampago.quant import emulation
 
 
 class Cpu:
@@ -28,7 +31,7 @@ class Cpu:
     def why_not(self, p: Problem) -> str | None:
         if p.device.kind != "cpu":
             return f"runs on cpu tensors only, got {p.device.kind}"
-        return refuse_unknown(p, FEATURES) or refuse_backward(p)
+        return refuse_unknown(p, FEATURES | {FP8_PRODUCTS, FP8_CACHE}) or refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
         return first_match(("cpu",), f"cpu.{p.direction}", p)
@@ -38,7 +41,7 @@ class Cpu:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # threads and their buffers know no inference mode
-            return forward(x, plan)
+            return emulation.run(x, lambda lowered: forward(lowered, plan))
 
     def backward(
         self,
