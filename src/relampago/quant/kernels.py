@@ -126,7 +126,7 @@ def cast_columns(
     """A block of values of a head, transposed as `columns` says, 0 beyond the sequence; with a scale if SCALED."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, n = rows_of(cu, b, length)
-    if block * ROWS >= n:
+    if block * ROWS >= tl.maximum(n, 1):  # a sequence without keys has a block of zeros, which are read
         return
     keys = block * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)

@@ -169,10 +169,17 @@ def others(
 
 
 @gluon.jit
-def weights(s, m, factor, cap, S_L: gl.constexpr):
-    """(weights times 2^PLACES, maxima in base 2). factor: what a row's scores are multiplied by, > 0; cap: of softcap."""
+def capped_scores(s, factor, cap):
+    """Scores in base 2 after softcap, if there is one; else as they are. factor: what a row's are multiplied by, > 0."""
     if cap is not None:
         s = capped(s * gl.expand_dims(factor, 1), 1.0) * (cap * LOG2E)
+    return s
+
+
+@gluon.jit
+def weights(s, m, factor, cap, S_L: gl.constexpr):
+    """(weights times 2^PLACES, maxima in base 2) of what `capped_scores` gives."""
+    if cap is not None:
         m = gl.maximum(m, row_max(s, gl.SliceLayout(1, S_L)))
         p = exp2(s - gl.expand_dims(finite(m) - PLACE, 1))
     else:
@@ -200,6 +207,7 @@ def step(
     give_turn((WG + 1) % WGS, PINGPONG)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     release(keys, stage_k)
+    s = capped_scores(s, factor * sk, cap)
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
@@ -295,6 +303,7 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        s = capped_scores(s, by_row * sk, extra.cap)
         if PEELED:
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
         m = gl.full([ROWS], float("-inf"), gl.float32, R_L)
