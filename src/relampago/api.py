@@ -482,7 +482,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     narrow = q.dtype not in (torch.float64, quant.E4M3)
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and narrow:
         dtype = torch.get_autocast_dtype(kind)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+        return q.to(dtype), *(t if t.dtype == quant.E4M3 else t.to(dtype) for t in (k, v))  # type: ignore[return-value]
     return q, k, v
 
 
