@@ -147,9 +147,14 @@ def cast_columns(
     tl.store(y + at, tile, mask=(col < DIM)[None, :])
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, int, int], warps: int, *args: Any) -> None:
     """Start a kernel on the current device. Tests put a compiler in its place."""
-    kernel.run(*args, grid=grid, warmup=False, num_warps=8)
+    kernel.run(*args, grid=grid, warmup=False, num_warps=warps)
+
+
+def warps_for(width: int) -> int:
+    """Of a program: a block of 256 columns would spill with 8."""
+    return 16 if width > WIDEST else 8
 
 
 def rows_in_e4m3(
@@ -175,7 +180,7 @@ def rows_in_e4m3(
     y = torch.empty((*x.shape[:-1], d1 + d2), dtype=E4M3, device=x.device)
     scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=x.device)
     launch(
-        cast_rows, (blocks, heads, batch), x, y, scales, signs(dim, x.device), cu, length, heads, blocks,
+        cast_rows, (blocks, heads, batch), warps_for(d1 + d2), x, y, scales, signs(dim, x.device), cu, length, heads, blocks,
         *strides, dim, d1, d2, rotated, dim == 2 * WIDEST and rotated,
     )  # fmt: skip
     return y, scales
@@ -197,7 +202,7 @@ def columns_in_e4m3(
     if scales is None:
         scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=v.device)
     launch(
-        cast_columns, (blocks, heads, batch), v, y, scales, cu, length, heads, blocks, columns,
+        cast_columns, (blocks, heads, batch), warps_for(dim), v, y, scales, cu, length, heads, blocks, columns,
         *strides, dim, triton.next_power_of_2(max(16, dim)), not given,
     )  # fmt: skip
     return y, scales
