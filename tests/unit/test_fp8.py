@@ -45,15 +45,18 @@ def rmse(out, oracle) -> float:
 
 
 def test_outliers_of_the_paper() -> None:
-    """RMSE at least 2.6 times lower than per-tensor FP8 without rotation: the paper's figure, at its head dim."""
+    """RMSE at least 2.6 times lower than per-tensor FP8 without rotation, at head dim 128 and 16k keys.
+
+    Outliers are rare, so are the rows that decide: benchmarks/fp8_accuracy.py takes more of them, and other shapes.
+    """
     g = torch.Generator().manual_seed(0)
     plain, ours = 0.0, 0.0
-    for _ in range(3):
-        q, k, v = (outliers(n, 128, g) for n in (512, 4096, 4096))
+    for _ in range(4):
+        q, k, v = (outliers(n, 128, g) for n in (128, 16384, 16384))
         oracle = rl.attention(q.double(), k.double(), v.double())
         plain += rmse(per_tensor(q, k, v), oracle) ** 2
         ours += rmse(rl.attention(q, k, v, precision="fp8"), oracle) ** 2
-    assert (plain / ours) ** 0.5 >= 2.6
+    assert (plain / ours) ** 0.5 >= 2.6, (plain / ours) ** 0.5
 
 
 def call(tensors, options):
