@@ -8,6 +8,7 @@ FlashAttention-3 comes as ../shared/peers/README.md says.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -30,7 +31,6 @@ from benchmarks.hopper.watched import Rows, elapsed, say, watch
 from relampago import quant
 from relampago.cache import PagedKVCache
 from relampago.plan import Plan
-from relampago.problem import Arrays
 
 LENGTHS = ((4, 4096), (2, 8192), (1, 16384), (1, 32768))
 DIMS = (128, 256)
@@ -40,11 +40,22 @@ PROBLEMS: tuple[dict[str, Any], ...] = tuple(
     for dim in (64, 128, 256, 96)
     for length, heads in ((1024, (4, 4)), (777, (8, 2)), (20, (8, 1)), (2048, (2, 2)))
     for more in ({}, {"causal": True}, {"causal": True, "window": (100, 0)})
-) + tuple({"dim": dim, "packed": True, "heads": (4, 2), "causal": c} for dim in (64, 128, 256) for c in (False, True))
+) + tuple(
+    {"dim": dim, "packed": True, "heads": (4, 2), "causal": c}
+    for dim in (64, 128, 256)
+    for c in (False, True)
+)
 
 
 def _plan(rows: int, keys: int, stages: int, promote: int, **more: int) -> Plan:
-    return Plan(block_q=rows, block_k=keys, warps=4, stages=stages, promote=promote, **{"schedule": 2, **more})
+    return Plan(
+        block_q=rows,
+        block_k=keys,
+        warps=4,
+        stages=stages,
+        promote=promote,
+        **{"schedule": 2, **more},
+    )
 
 
 VARIANTS: dict[int, dict[str, Plan]] = {
@@ -75,7 +86,12 @@ def tensors(problem: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], dict[str
     if problem.get("packed"):
         ends = torch.tensor([0, 300, 301, 301, 1500, 1777], dtype=torch.int32, device="cuda")
         shape = (1777,)
-        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 1199, "max_seqlen_k": 1199}
+        options |= {
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": 1199,
+            "max_seqlen_k": 1199,
+        }
 
     def one(heads: int) -> torch.Tensor:
         size = (*shape, heads, problem["dim"])
@@ -94,16 +110,29 @@ def check(part: int, parts: int) -> None:
         operands, options = tensors(problem)
         attend = rl.attention_varlen if problem.get("packed") else rl.attention
         try:
-            got = attend(*operands, **options, precision="fp8", backend="gluon_sm90", return_lse=True)
-            like = attend(*operands, **options, precision="fp8", backend="reference", return_lse=True)
-            exact = attend(*(t.double() for t in operands), **options, backend="reference", return_lse=True)
+            got = attend(
+                *operands, **options, precision="fp8", backend="gluon_sm90", return_lse=True
+            )
+            like = attend(
+                *operands, **options, precision="fp8", backend="reference", return_lse=True
+            )
+            exact = attend(
+                *(t.double() for t in operands), **options, backend="reference", return_lse=True
+            )
         except Exception as fault:
-            say("check", problem=str(problem), right=False, why=f"{type(fault).__name__}: {str(fault)[-300:]}")
+            say(
+                "check",
+                problem=str(problem),
+                right=False,
+                why=f"{type(fault).__name__}: {str(fault)[-300:]}",
+            )
             continue
         errors, right = {}, True
         for name, a, b, c in zip(("out", "lse"), got, like, exact, strict=True):
             seen = c.isfinite()
-            ours, theirs = ((t[seen].double() - c[seen]).square().mean().sqrt().item() for t in (a, b))
+            ours, theirs = (
+                (t[seen].double() - c[seen]).square().mean().sqrt().item() for t in (a, b)
+            )
             same = torch.equal(a.isfinite(), seen)
             errors[name] = (ours, theirs)
             right &= same and ours <= 2 * theirs + c[seen].abs().max().item() * 2.0**-8
@@ -117,16 +146,31 @@ def long_sums(length: int) -> None:
     k, v = (torch.randn(1, length, 1, 128, device="cuda", generator=g).bfloat16() for _ in range(2))
     v += 0.25
     exact = rl.attention(q.double(), k.double(), v.double(), backend="reference")
-    for name, plan in {"promoted": _plan(128, 128, 4, 1), "not promoted": _plan(128, 128, 4, 0)}.items():
+    for name, plan in {
+        "promoted": _plan(128, 128, 4, 1),
+        "not promoted": _plan(128, 128, 4, 0),
+    }.items():
         say("start", sums=name)
         with rl.using(plan=plan):
             out = rl.attention(q, k, v, precision="fp8", backend="gluon_sm90")
-        say("sums", keys=length, plan=name, error=((out.double() - exact).norm() / exact.norm()).item())
+        say(
+            "sums",
+            keys=length,
+            plan=name,
+            error=((out.double() - exact).norm() / exact.norm()).item(),
+        )
     like = rl.attention(q, k, v, precision="fp8", backend="reference")
-    say("sums", keys=length, plan="emulation", error=((like.double() - exact).norm() / exact.norm()).item())
+    say(
+        "sums",
+        keys=length,
+        plan="emulation",
+        error=((like.double() - exact).norm() / exact.norm()).item(),
+    )
 
 
-def contestants(cell: Cell, peers: dict[str, Callable[..., Any]]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def contestants(
+    cell: Cell, peers: dict[str, Callable[..., Any]]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """All that is timed for a shape, by name."""
     from relampago.backends.gluon import fp8_launch, launch
     from relampago.quant.kernels import columns_in_e4m3, rows_in_e4m3
@@ -148,29 +192,40 @@ def contestants(cell: Cell, peers: dict[str, Callable[..., Any]]) -> Iterator[tu
         rows = [rows_in_e4m3(t, None, n, rotated=rotated) for t in (x.q, x.k)]
         return rows, columns_in_e4m3(x.v, None, n)
 
-    table = rl.explain(x.q, x.k, x.v, causal=cell.causal, precision="fp8", backend="gluon_sm90").plan
+    table = rl.explain(
+        x.q, x.k, x.v, causal=cell.causal, precision="fp8", backend="gluon_sm90"
+    ).plan
     for name, plan in {"fp8": table, **VARIANTS[cell.dim]}.items():
         yield name, lambda plan=plan: kernel(plan)
     yield "rotate + cast + transpose", lambda: casts(True)
     yield "cast + transpose", lambda: casts(False)
     yield "rotate + cast q, k", lambda: [rows_in_e4m3(t, None, n) for t in (x.q, x.k)]
     yield "transpose v", lambda: columns_in_e4m3(x.v, None, n)
-    yield "attention(precision='fp8')", lambda: rl.attention(x.q, x.k, x.v, causal=cell.causal, precision="fp8", backend="gluon_sm90")
+    yield (
+        "attention(precision='fp8')",
+        lambda: rl.attention(
+            x.q, x.k, x.v, causal=cell.causal, precision="fp8", backend="gluon_sm90"
+        ),
+    )
     bf16 = rl.explain(x.q, x.k, x.v, causal=cell.causal, backend="gluon_sm90").plan
     yield "bf16", lambda: launch.forward(bf16, plain, count)
     for name, fn in peers.items():
         cast = [quant.quantise(t, per="tensor") for t in (x.q, x.k, x.v)]
         eights = [one.values for one in cast]
-        scales = [one.scales.view(1, 1).expand(x.q.shape[0], x.k.shape[2]).contiguous() for one in cast]
+        scales = [
+            one.scales.view(1, 1).expand(x.q.shape[0], x.k.shape[2]).contiguous() for one in cast
+        ]
         named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-        yield f"{name} fp8", lambda fn=fn: fn(*eights, causal=cell.causal, **named)
+        yield f"{name} fp8", functools.partial(fn, *eights, causal=cell.causal, **named)
 
 
 def clock(seconds: float, *names: str) -> None:
     """Every shape, twice, in shuffled order."""
     until, chance, peers = time.time() + seconds, random.Random(0), import_peers(names)
     for _ in range(2):
-        todo = [Cell(d, d, causal, b, n) for d in DIMS for causal in (False, True) for b, n in LENGTHS]
+        todo = [
+            Cell(d, d, causal, b, n) for d in DIMS for causal in (False, True) for b, n in LENGTHS
+        ]
         chance.shuffle(todo)
         for cell in todo:
             jobs = list(contestants(cell, peers))
@@ -182,9 +237,22 @@ def clock(seconds: float, *names: str) -> None:
                 try:
                     ms = milliseconds(call)
                 except Exception as fault:
-                    say("fault", cell=cell, name=name, why=f"{type(fault).__name__}: {str(fault)[-200:]}")
+                    say(
+                        "fault",
+                        cell=cell,
+                        name=name,
+                        why=f"{type(fault).__name__}: {str(fault)[-200:]}",
+                    )
                     continue
-                say("time", dim=cell.dim, causal=cell.causal, length=cell.length, name=name, ms=ms, flops=cell.flops)
+                say(
+                    "time",
+                    dim=cell.dim,
+                    causal=cell.causal,
+                    length=cell.length,
+                    name=name,
+                    ms=ms,
+                    flops=cell.flops,
+                )
 
 
 def decode(seconds: float) -> None:
@@ -224,19 +292,34 @@ def report(rows: Rows) -> None:
         print(f"sums of {row['keys']} keys, {row['plan']:13} {row['error']:.2e}")
     times: dict[tuple[Any, ...], list[float]] = {}
     for row in (row for row in rows if row["kind"] == "time"):
-        times.setdefault((row["dim"], row["causal"], row["length"], row["flops"], row["name"]), []).append(row["ms"])
+        times.setdefault(
+            (row["dim"], row["causal"], row["length"], row["flops"], row["name"]), []
+        ).append(row["ms"])
     cells = sorted({key[:4] for key in times})
     for cell in cells:
         of_cell = {key[4]: statistics.median(ms) for key, ms in times.items() if key[:4] == cell}
         dim, causal, length, flops = cell
         said = [f"{name} {flops / ms * 1e-9:.0f}" for name, ms in sorted(of_cell.items(), key=lambda item: item[1])
                 if "cast" not in name and "transpose" not in name]  # fmt: skip
-        costs = [f"{name} {ms * 1e3:.0f} us" for name, ms in of_cell.items() if "cast" in name or "transpose" in name]
-        ratio = f"ratio {of_cell['fa3 fp8'] / of_cell['fp8']:.2f}" if {"fa3 fp8", "fp8"} <= set(of_cell) else ""
-        print(f"d {dim} {'causal' if causal else 'full':6} {length // 1024}k  {ratio}  TFLOP/s: {', '.join(said)}; {', '.join(costs)}")
+        costs = [
+            f"{name} {ms * 1e3:.0f} us"
+            for name, ms in of_cell.items()
+            if "cast" in name or "transpose" in name
+        ]
+        ratio = (
+            f"ratio {of_cell['fa3 fp8'] / of_cell['fp8']:.2f}"
+            if {"fa3 fp8", "fp8"} <= set(of_cell)
+            else ""
+        )
+        print(
+            f"d {dim} {'causal' if causal else 'full':6} {length // 1024}k  {ratio}  "
+            f"TFLOP/s: {', '.join(said)}; {', '.join(costs)}"
+        )
     for row in (row for row in rows if row["kind"] == "decode"):
         per = ", ".join(f"{name} {n:.0f}" for name, n in row["tokens"].items())
-        print(f"decode batch {row['batch']} keys {row['length']}: tokens/s {per}; ratio {row['ratio']:.2f}")
+        print(
+            f"decode batch {row['batch']} keys {row['length']}: tokens/s {per}; ratio {row['ratio']:.2f}"
+        )
 
 
 JOBS: dict[str, Callable[..., None]] = {

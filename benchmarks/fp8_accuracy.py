@@ -95,7 +95,9 @@ def run_sums() -> list[dict[str, Any]]:
                 acc = torch.zeros(64, dtype=torch.float64)
                 for step in part:
                     acc = acc + step
-                    unit = torch.exp2(torch.floor(torch.log2(acc.abs().clamp(min=1e-30))) - BITS + 1)
+                    unit = torch.exp2(
+                        torch.floor(torch.log2(acc.abs().clamp(min=1e-30))) - BITS + 1
+                    )
                     acc = torch.trunc(acc / unit) * unit
                 total += acc
             error = ((total - exact).norm() / exact.norm()).item()
@@ -119,7 +121,10 @@ def run_gradients() -> list[dict[str, Any]]:
             saved = rl.attention(q, k, v, causal=True, precision=precision, return_lse=True)
             call = prepare(q, k, v, Options(causal=True))
             grads = backward_op(dout, None, *saved, [True, True, True, False, False], *call)[:3]
-            error = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(grads, exact, strict=True)]
+            error = [
+                ((a.double() - b).norm() / b.norm()).item()
+                for a, b in zip(grads, exact, strict=True)
+            ]
             rows.append({"q times": size, "out and lse of": precision or "bf16", "dq dk dv": error})
             print(rows[-1], flush=True)
     return rows
@@ -134,7 +139,9 @@ def activations() -> list[tuple[Tensor, Tensor, Tensor]]:
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in ("query", "key", "value"):
             module.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out))
-    page = tokenizer([" ".join(text.passages(4, 180))], truncation=True, max_length=512, return_tensors="pt")
+    page = tokenizer(
+        [" ".join(text.passages(4, 180))], truncation=True, max_length=512, return_tensors="pt"
+    )
     with torch.no_grad():
         model(**page)
     heads = model.config.num_attention_heads

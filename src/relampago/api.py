@@ -139,8 +139,8 @@ def attention(
         dropout_p: probability in [0, 1) of dropping a weight.
         dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
-        precision: "fp8" for products of e4m3 numbers, at twice the rate on Hopper: q, k and v are rotated and cast here,
-            the backward runs in their own dtype (docs/fp8.md). On a CPU the same arithmetic is emulated.
+        precision: "fp8" for products of e4m3 numbers, which Hopper forms at twice the rate: q, k and v are rotated and
+            cast here, the backward runs in their own dtype (docs/fp8.md). A CPU emulates the same arithmetic.
         q_descale: fp32 scales of a q that is float8_e4m3fn already: (B, G), or as `quant.quantise` gives them.
         k_descale: likewise of k.
         v_descale: likewise of v. Out is then bf16.
@@ -337,7 +337,14 @@ def _answer(
     o = options
     cu_q, cu_k, *longest = packing or (None, None)
     plain = (
-        o.mask is o.alibi_slopes is o.score_mod is o.bias is o.dropout_seed is o.q_descale is o.k_descale is None
+        o.mask
+        is o.alibi_slopes
+        is o.score_mod
+        is o.bias
+        is o.dropout_seed
+        is o.q_descale
+        is o.k_descale
+        is None
         and o.dropout_p == 0.0
         and (o.window is None or type(o.window) is tuple)
     )

@@ -33,7 +33,9 @@ class KVCache:
     page_table: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    saturated: Tensor | None = None  # int64 scalar: entries beyond e4m3's range that were appended, real or not
+    saturated: Tensor | None = (
+        None  # int64 scalar: entries beyond e4m3's range that were appended, real or not
+    )
 
     def __init__(
         self,

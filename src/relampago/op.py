@@ -127,7 +127,9 @@ def _backward(
     x, facts = gather(args)
     if facts.precision is not None and x.q.dtype != E4M3:
         x, facts = replace(x, precision=None), facts._replace(precision=None, plan=())
-        if not facts.shard:  # straight through: out and LSE of what is differentiated, not of its FP8 likeness
+        if (
+            not facts.shard
+        ):  # straight through: out and LSE of what is differentiated, not of its FP8 likeness
             problem, backend, plan = decide(x, facts)
             out, lse = backend.forward(problem, plan, x)
             out = out.to(x.out_dtype)

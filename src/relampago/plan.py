@@ -33,8 +33,8 @@ class Plan:
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
-        promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1, 2 or
-            4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
+        promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1,
+            2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 

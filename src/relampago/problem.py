@@ -16,7 +16,6 @@ from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
 from relampago.mods import no_slope
 
-
 FP8_PRODUCTS, FP8_CACHE = "FP8 products", "FP8 keys in a cache"
 
 
@@ -227,7 +226,9 @@ class Problem:
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
-    fp8: Literal["", "products", "cache"] = ""  # what is in e4m3: all operands, or keys and values in a cache
+    fp8: Literal["", "products", "cache"] = (
+        ""  # what is in e4m3: all operands, or keys and values in a cache
+    )
 
     def backward(self) -> Problem:
         """The same problem, the other way."""

@@ -226,7 +226,7 @@ def fp8(
     full: tuple[int, int, int, int],
 ) -> list[Tensor | None]:
     """Precision and scales; full = (B, H, Lq, Lk). Scales come back as (B, heads of the tensor, blocks or 1)."""
-    batch, heads, len_q, len_k = full
+    batch, _, len_q, len_k = full
     wide = q.dtype == torch.float64
     require(
         [
@@ -240,7 +240,12 @@ def fp8(
         got = "is given" if given else ("is {!r}", scale)
         require(
             [
-                (label, got, ("None, as {} is {}", name, t.dtype), t.dtype == E4M3 or scale is None),
+                (
+                    label,
+                    got,
+                    ("None, as {} is {}", name, t.dtype),
+                    t.dtype == E4M3 or scale is None,
+                ),
                 (label, got, ("fp32 scales, as {} is {}", name, t.dtype), t.dtype != E4M3 or given),
             ]
         )

@@ -33,7 +33,9 @@ FORM_SPILLS = 48  # of masks that hold each row's run of keys
 BANDS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 0)}
 
 
-def arrays(dim: int, length: int = 512, band: str = "full", packed: bool = False, **more: Any) -> Arrays:
+def arrays(
+    dim: int, length: int = 512, band: str = "full", packed: bool = False, **more: Any
+) -> Arrays:
     q = torch.zeros(1, length, 2, dim).to(E4M3)
     if packed:
         q, cu = q[0], torch.tensor([0, 100, 200], dtype=torch.int32)
@@ -45,7 +47,9 @@ def arrays(dim: int, length: int = 512, band: str = "full", packed: bool = False
     )  # fmt: skip
 
 
-def build(monkeypatch: pytest.MonkeyPatch, plan: Plan, x: Arrays, multiprocessors: int = 8) -> Built:
+def build(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, x: Arrays, multiprocessors: int = 8
+) -> Built:
     recorder = Recorder("sm90")
     monkeypatch.setattr(launch, "launch", recorder)
     monkeypatch.setattr(kernels, "launch", lambda *_: None)
@@ -78,12 +82,16 @@ def check(built: Built, plan: Plan, dim: int) -> None:
     assert len(found) == plan.block_q // 64
     for body in found:
         calls = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in body)
-        assert calls["SHFL"] <= 4  # a row's maximum, over its four threads: weights stay where they are
+        assert (
+            calls["SHFL"] <= 4
+        )  # a row's maximum, over its four threads: weights stay where they are
         assert calls["HGMMA"] == 0
         assert calls["MUFU"] >= plan.block_k // 2
 
 
-@pytest.mark.parametrize(("which", "band"), [(0, "full"), (1, "causal"), (1, "window"), (2, "causal")])
+@pytest.mark.parametrize(
+    ("which", "band"), [(0, "full"), (1, "causal"), (1, "window"), (2, "causal")]
+)
 def test_rows_compile(monkeypatch, which, band) -> None:
     row = TABLE[which]
     dim = dict(row.when).get("dim_max", 256)
@@ -118,7 +126,9 @@ def test_casts(monkeypatch, dim) -> None:
     x = torch.zeros(1, 512, 2, dim, dtype=torch.bfloat16)
     kernels.rows_in_e4m3(x, None, 512)
     kernels.columns_in_e4m3(x, None, 512)
-    kernels.columns_in_e4m3(x[0].to(E4M3), torch.tensor([0, 9], dtype=torch.int32), 9, torch.ones(1, 2, 1))
+    kernels.columns_in_e4m3(
+        x[0].to(E4M3), torch.tensor([0, 9], dtype=torch.int32), 9, torch.ones(1, 2, 1)
+    )
     assert [one.name for one in built] == ["cast_rows", "cast_columns", "cast_columns"]
     assert all(one.spills == 0 for one in built)
 
@@ -126,13 +136,17 @@ def test_casts(monkeypatch, dim) -> None:
 @pytest.mark.parametrize("arch", ["sm89", "sm90", "gfx950"])
 def test_decoding_from_e4m3(monkeypatch, arch) -> None:
     recorder = Recorder(arch, only="attend_part")
-    monkeypatch.setattr(decode, "launch", lambda kernel, grid, plan, chained, *args: recorder(kernel, grid, plan, *args))
+    monkeypatch.setattr(
+        decode,
+        "launch",
+        lambda kernel, grid, plan, chained, *args: recorder(kernel, grid, plan, *args),
+    )
     k = torch.zeros(8, 64, 2, 128).to(E4M3)
     scale = torch.ones(2, 2, 1)
     x = Arrays(
-        q=torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16), k=k, v=k, scale=1.0, band=Band(0, None, 0), len_q=1, len_k=256,
-        lens_k=torch.zeros(2, dtype=torch.int32), page_table=torch.zeros(2, 4, dtype=torch.int32), k_scale=scale,
-        v_scale=scale,
+        q=torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16), k=k, v=k, scale=1.0, band=Band(0, None, 0), len_q=1,
+        len_k=256, lens_k=torch.zeros(2, dtype=torch.int32), page_table=torch.zeros(2, 4, dtype=torch.int32),
+        k_scale=scale, v_scale=scale,
     )  # fmt: skip
     decode.decode(x, Plan(block_q=64, block_k=64, warps=4, stages=3), splits=2, chained=False)
     assert recorder.built[0].spills == 0

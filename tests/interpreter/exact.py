@@ -55,8 +55,12 @@ def patch() -> None:
         target = dst_type.scalar
         if target == tl.float8e4nv:
             return interpreter.TensorHandle(eighth(wide(src).astype(np.float32)), target)
-        return interpreter.TensorHandle(wide(src).astype(np.float32), tl.float32) if target == tl.float32 else cast_impl(
-            self, interpreter.TensorHandle(wide(src).astype(np.float32), tl.float32), dst_type
+        return (
+            interpreter.TensorHandle(wide(src).astype(np.float32), tl.float32)
+            if target == tl.float32
+            else cast_impl(
+                self, interpreter.TensorHandle(wide(src).astype(np.float32), tl.float32), dst_type
+            )
         )
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl

@@ -34,15 +34,16 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert ((got - want).abs() <= steps)[apart].all()
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128, 256, 96, 192, 40])
+@pytest.mark.parametrize("dim", [16, 128, 256, 96, 40])
 @pytest.mark.parametrize("cu", [None, CU], ids=["dense", "packed"])
 def test_rows(dim, cu) -> None:
     x = tensor(2, 150, 2, dim) if cu is None else tensor(155, 2, dim)
     longest = 150 if cu is None else 130
     got, scales = rows_in_e4m3(x, cu, longest)
     want = quant.quantise(quant.rotate(x.float()), cu_seqlens=cu, max_seqlen=longest)
-    torch.testing.assert_close(scales[want.scales > quant.cast.LEAST_SCALE],
-                               want.scales[want.scales > quant.cast.LEAST_SCALE], rtol=1e-2 if dim == 40 else 1e-5, atol=0)  # fmt: skip
+    found = want.scales > quant.cast.LEAST_SCALE  # of what is there
+    coarse = 1e-2 if dim == 40 else 1e-5
+    torch.testing.assert_close(scales[found], want.scales[found], rtol=coarse, atol=0)
     rows = slice(None) if cu is None else slice(150)
     if dim == 40:  # rotated in bf16 first: no part of 8 goes to the tensor cores
         want = quant.quantise(quant.rotate(x), cu_seqlens=cu, max_seqlen=longest)

@@ -115,7 +115,9 @@ def test_scales_per_kv_head() -> None:
     names = ("q_descale", "k_descale", "v_descale")
     got, want = (call((q, k, v), dict(zip(names, s, strict=True))) for s in (two, three))
     assert all(torch.equal(got[name], want[name]) for name in want)
-    per_head = [t.float() * s.transpose(1, 2)[..., None] for t, s in zip((q, k, v), three, strict=True)]
+    per_head = [
+        t.float() * s.transpose(1, 2)[..., None] for t, s in zip((q, k, v), three, strict=True)
+    ]
     oracle = call([t.double() for t in per_head], {})
     again = call([t.bfloat16() for t in per_head], {"precision": "fp8", "backend": "reference"})
     check("scales", got, again, oracle, torch.bfloat16)
@@ -160,7 +162,7 @@ BAD = {
     "all missing": ({"q": Q8, "k": KV8, "v": KV8}, "q_descale is None; expected fp32 scales"),
     "needless": ({"v_descale": ONES}, "v_descale is given; expected None, as v is torch.float32"),
     "misshapen": ({**EIGHTS, "q_descale": torch.ones(2, 4)}, r"q_descale has shape \(2, 4\); expected \(2, 2\)"),
-    "misshapen blocks": ({**EIGHTS, "v_descale": torch.ones(2, 2, 2)}, r"v_descale has shape \(2, 2, 2\); expected one"),
+    "misshapen blocks": ({**EIGHTS, "v_descale": torch.ones(2, 2, 2)}, r"v_descale has shape \(2, 2, 2\); expected"),
     "no tensor": ({**EIGHTS, "q_descale": 0.5}, "q_descale is 0.5; expected fp32 scales"),
     "dtype": ({**EIGHTS, "q_descale": ONES.double()}, "q_descale is torch.float64"),
     "mixed": ({**EIGHTS, "k": KV}, "k has dtype torch.float32; expected torch.float8_e4m3fn, as q"),
@@ -178,7 +180,7 @@ def test_an_ampere_card_is_named() -> None:
     with pytest.raises(rl.Unsupported) as caught:
         rl.explain(q, q, q, precision="fp8", device=DEVICES["sm80"], backend="gluon_sm90")
     assert "needs sm90, got sm80" in str(caught.value)
-    with pytest.raises(rl.Unsupported, match="triton.*does not know FP8 products"):
+    with pytest.raises(rl.Unsupported, match=r"triton.*does not know FP8 products"):
         rl.explain(q, q, q, precision="fp8", device=DEVICES["sm80"], backend="triton")
 
 
@@ -187,3 +189,30 @@ def test_no_gradient_of_what_is_cast_already() -> None:
     out = rl.attention(q, **{name: t for name, t in EIGHTS.items() if name != "q"})
     with pytest.raises(rl.Unsupported, match="e4m3 inputs have no gradient"):
         out.sum().backward()
+
+
+def test_flash_attention_3_on_hopper(monkeypatch) -> None:
+    """Its names hand e4m3 and descales on where a card multiplies them; elsewhere they are cast to bf16, exactly."""
+    from relampago.flash_attn import interface3, options
+
+    g = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, 50, h, 32, generator=g).to(quant.E4M3) for h in (4, 2, 2))
+    scale = torch.rand(2, 2, generator=g) + 0.5
+    elsewhere = interface3.flash_attn_func(q, k, v, causal=True, k_descale=scale)
+    monkeypatch.setattr(options.Device, "of", staticmethod(lambda _: DEVICES["sm90"]))
+    handed: list[dict] = []
+    real = rl.attention
+
+    def attention(q, k, v, **options):
+        handed.append({"dtype": q.dtype, **options})
+        monkeypatch.undo()
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr("relampago.flash_attn.functions.attention", attention)
+    out = interface3.flash_attn_func(q, k, v, causal=True, k_descale=scale)
+    assert handed[0]["dtype"] == quant.E4M3
+    assert torch.equal(handed[0]["k_descale"], scale)
+    assert torch.equal(handed[0]["q_descale"], torch.ones(2, 2))
+    assert out.dtype == torch.bfloat16
+    assert not torch.equal(out, elsewhere)  # weights are rounded to e4m3 on the way
+    torch.testing.assert_close(out, elsewhere, atol=2.0**-4, rtol=2.0**-4)

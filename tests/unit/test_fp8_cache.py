@@ -41,7 +41,10 @@ def test_decode(kind, packed, backend) -> None:
     new = [torch.randn(3, 1, G, d, generator=g).bfloat16() for d in (D, E)]
     more = {}
     if packed:
-        q, more = q[:, 0], {"cu_seqlens_q": torch.tensor([0, 1, 2, 3], dtype=torch.int32), "max_seqlen_q": 1}
+        q, more = (
+            q[:, 0],
+            {"cu_seqlens_q": torch.tensor([0, 1, 2, 3], dtype=torch.int32), "max_seqlen_q": 1},
+        )
     out, lse = rl.attention_decode(q, cache, *new, return_lse=True, backend=backend, **more)
     assert out.dtype == torch.bfloat16
     for b in range(3):
@@ -59,7 +62,10 @@ def test_decode(kind, packed, backend) -> None:
                                                   return_lse=True), strict=True))
             for t in (torch.float64, torch.bfloat16)
         )  # fmt: skip
-        rows = {"out": out[b].reshape(oracle["out"].shape), "lse": (lse[:, b] if packed else lse[b]).reshape(1, H, 1)}
+        rows = {
+            "out": out[b].reshape(oracle["out"].shape),
+            "lse": (lse[:, b] if packed else lse[b]).reshape(1, H, 1),
+        }
         check(f"sequence {b}", rows, standard, oracle, torch.bfloat16)
 
 
@@ -120,7 +126,9 @@ def test_machines_without_the_format_are_named(arch, runs) -> None:
     from relampago.select import by_name
 
     cache = view()
-    call = prepare(torch.zeros(2, 1, H, D).bfloat16(), cache.k, cache.v, Options(**cache.descales), cache=cache)
+    call = prepare(
+        torch.zeros(2, 1, H, D).bfloat16(), cache.k, cache.v, Options(**cache.descales), cache=cache
+    )
     reason = by_name("triton").why_not(problem_of(call, Device("cuda", arch, 132, 227 * 1024)))
     assert (reason is None) == runs
     assert runs or reason == "FP8 keys in a cache need sm89, gfx950 or newer, got sm80"

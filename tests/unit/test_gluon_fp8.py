@@ -42,12 +42,18 @@ def columns_in_e4m3(
     n = max(1, -(-longest // 128)) * 128
     columns = n if cu is None else columns_in_all(v.shape[0], cu.shape[0] - 1, 128)
     y = torch.full((v.shape[0] if cu is None else 1, *v.shape[-2:], columns), torch.nan)
-    starts = [0] * v.shape[0] if cu is None else [first_column(int(c), b, 128) for b, c in enumerate(cu[:-1])]
+    starts = (
+        [0] * v.shape[0]
+        if cu is None
+        else [first_column(int(c), b, 128) for b, c in enumerate(cu[:-1])]
+    )
     for b, start in enumerate(starts):
         rows = v[b] if cu is None else v[int(cu[b]) : int(cu[b + 1])]
         target = y[b if cu is None else 0]
         target[..., start : start + max(1, -(-rows.shape[0] // 128)) * 128] = 0
-        places = torch.tensor([start + column_of(key) for key in range(rows.shape[0])], dtype=torch.long)
+        places = torch.tensor(
+            [start + column_of(key) for key in range(rows.shape[0])], dtype=torch.long
+        )
         target[..., places] = rows.float().permute(1, 2, 0)
     return y.to(quant.E4M3), scales
 
@@ -69,7 +75,8 @@ def launcher():
     sys.modules.update(modules)
     try:
         yield types.SimpleNamespace(
-            host=importlib.import_module(root + "launch"), fp8=importlib.import_module(root + "fp8_launch")
+            host=importlib.import_module(root + "launch"),
+            fp8=importlib.import_module(root + "fp8_launch"),
         )
     finally:
         for name, module in before.items():
@@ -160,7 +167,9 @@ def test_scales_that_differ_by_block(launcher) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("band", [Band(), Band(0, None, 0), Band(0, 30, 0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "band", [Band(), Band(0, None, 0), Band(0, 30, 0)], ids=["full", "causal", "window"]
+)
 def test_packed(launcher, plan, band) -> None:
     compare(launcher, packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], band), plan)
 
@@ -171,7 +180,10 @@ def test_split_over_keys(launcher, monkeypatch, splits) -> None:
     monkeypatch.setattr(sizes, "splits_for", lambda *_: splits)
     launcher.fp8.setting_of.cache_clear()
     plan = PLANS["dynamic-128x64-quarters"]
-    for case in ({"lq": 70, "lk": 1000, "causal": True, "sinks": True}, {"lq": 64, "lk": 60, "h": 1, "g": 1}):
+    for case in (
+        {"lq": 70, "lk": 1000, "causal": True, "sinks": True},
+        {"lq": 64, "lk": 60, "h": 1, "g": 1},
+    ):
         compare(launcher, arrays(case), plan, splits)
     mods = (register(softcap(2.0)),)
     x = packed([3, 130, 0, 1], [3, 300, 4, 700], Band(0, None, 0), sinks=torch.randn(4), mods=mods)

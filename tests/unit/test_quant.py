@@ -51,7 +51,9 @@ def test_cast_is_to_the_nearest(per) -> None:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(2, 300, 3, 40, generator=g) * torch.tensor([1.0, 1e-3, 50.0])[:, None]
     got = quant.quantise(x, per=per, count=True)
-    assert tuple(got.scales.shape) == {"tensor": (1, 1, 1), "head": (2, 3, 1), "block": (2, 3, 3)}[per]
+    assert (
+        tuple(got.scales.shape) == {"tensor": (1, 1, 1), "head": (2, 3, 1), "block": (2, 3, 3)}[per]
+    )
     assert got.values.dtype == torch.float8_e4m3fn
     assert int(got.saturated) == 0
     scales = got.scales.expand(2, 3, -1).repeat_interleave(128 if per == "block" else 300, 2)
@@ -83,7 +85,9 @@ def test_packed_sequences_have_scales_of_their_own() -> None:
 
 
 def test_saturation_is_counted() -> None:
-    x = torch.tensor([1.0, -500.0, 448.0, 465.0, math.inf, math.nan, -math.inf, 0.0]).view(1, 1, 1, 8)
+    x = torch.tensor([1.0, -500.0, 448.0, 465.0, math.inf, math.nan, -math.inf, 0.0]).view(
+        1, 1, 1, 8
+    )
     got = quant.quantise(x, scales=torch.ones(1, 1, 1), count=True)
     assert int(got.saturated) == 4
     assert got.values.float()[0, 0, 0, :5].tolist() == [1.0, -448.0, 448.0, 448.0, 448.0]
@@ -119,5 +123,5 @@ def test_bad_input(changed, message) -> None:
 
 
 def test_rotate_refuses() -> None:
-    with pytest.raises(rl.InvalidInput, match="x is torch.int64"):
+    with pytest.raises(rl.InvalidInput, match=r"x is torch\.int64"):
         quant.rotate(torch.ones(4, dtype=torch.int64))

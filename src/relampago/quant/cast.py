@@ -1,4 +1,4 @@
-"""Casts to e4m3 with scales: value = values · scale, one scale per tensor, per head, or per head and block of tokens."""
+"""Casts to e4m3 with scales: value = values · scale, one scale per tensor, head, or block of a head's tokens."""
 
 from __future__ import annotations
 

@@ -33,11 +33,16 @@ def run(x: Arrays, attend: Callable[[Arrays], tuple[Tensor, Tensor]]) -> tuple[T
         wide = replace(x, q=q, dtype=torch.float32, k_scale=None, v_scale=None)
         out, lse = attend(wide)
         return (out * _per_row(x, x.v_scale)).to(x.out_dtype), lse
-    of_q, of_k = ({"cu_seqlens": cu, "max_seqlen": n} for cu, n in ((x.cu_q, x.len_q), (x.cu_k, x.len_k)))
-    q, k, v = (
-        dequantise(*given, **packing) for given, packing in zip(operands(x), (of_q, of_k, of_k), strict=True)
+    of_q, of_k = (
+        {"cu_seqlens": cu, "max_seqlen": n} for cu, n in ((x.cu_q, x.len_q), (x.cu_k, x.len_k))
     )
-    return attend(replace(x, q=q, k=k, v=v, q_scale=None, k_scale=None, v_scale=None, dtype=x.out_dtype))
+    q, k, v = (
+        dequantise(*given, **packing)
+        for given, packing in zip(operands(x), (of_q, of_k, of_k), strict=True)
+    )
+    return attend(
+        replace(x, q=q, k=k, v=v, q_scale=None, k_scale=None, v_scale=None, dtype=x.out_dtype)
+    )
 
 
 def _per_row(x: Arrays, scales: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def cast_rows(
     x, y, scales, sign, cu, length, heads, blocks, stride_b, stride_l, stride_h,
     DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, ROTATE: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of a head: y (…, heads, D1 + D2) and its scale. JOIN: the two parts are halves of one transform."""
+    """A block of rows of a head: y (…, heads, D1 + D2) and its scale. JOIN: the parts are halves of one transform."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, n = rows_of(cu, b, length)
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -126,7 +126,9 @@ def cast_columns(
     """A block of values of a head, transposed as `columns` says, 0 beyond the sequence; with a scale if SCALED."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, n = rows_of(cu, b, length)
-    if block * ROWS >= tl.maximum(n, 1):  # a sequence without keys has a block of zeros, which are read
+    if block * ROWS >= tl.maximum(
+        n, 1
+    ):  # a sequence without keys has a block of zeros, which are read
         return
     keys = block * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
@@ -166,7 +168,7 @@ def rows_in_e4m3(
     """
     dim, heads = x.shape[-1], x.shape[-2]
     pieces = parts(dim)
-    fused = len(pieces) <= 2 and 16 <= pieces[-1] and dim <= 2 * WIDEST
+    fused = len(pieces) <= 2 and pieces[-1] >= 16 and dim <= 2 * WIDEST
     if rotated and not fused:
         x, rotated = rotate(x), False
     if dim == 2 * WIDEST:
@@ -180,8 +182,8 @@ def rows_in_e4m3(
     y = torch.empty((*x.shape[:-1], d1 + d2), dtype=E4M3, device=x.device)
     scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=x.device)
     launch(
-        cast_rows, (blocks, heads, batch), warps_for(d1 + d2), x, y, scales, signs(dim, x.device), cu, length, heads, blocks,
-        *strides, dim, d1, d2, rotated, dim == 2 * WIDEST and rotated,
+        cast_rows, (blocks, heads, batch), warps_for(d1 + d2), x, y, scales, signs(dim, x.device), cu, length, heads,
+        blocks, *strides, dim, d1, d2, rotated, dim == 2 * WIDEST and rotated,
     )  # fmt: skip
     return y, scales
 
@@ -195,9 +197,7 @@ def columns_in_e4m3(
     batch, length, strides = _lay(v, cu)
     blocks = max(1, triton.cdiv(longest, BLOCK))
     columns = blocks * BLOCK if cu is None else columns_in_all(length, batch, BLOCK)
-    y = torch.empty(
-        (batch if cu is None else 1, heads, dim, columns), dtype=E4M3, device=v.device
-    )
+    y = torch.empty((batch if cu is None else 1, heads, dim, columns), dtype=E4M3, device=v.device)
     given = scales is not None
     if scales is None:
         scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=v.device)

@@ -37,7 +37,9 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         out, lse = host.nothing(x)
         return out.to(x.out_dtype), lse
     given, scale = host.positive(x.q.bfloat16(), x.scale) if x.scale <= 0 else (x.q, x.scale)
-    (q, of_q), (k, of_k), (v, of_v) = operands(replace(x, q=given if x.q.dtype != E4M3 else given.to(E4M3)))
+    (q, of_q), (k, of_k), (v, of_v) = operands(
+        replace(x, q=given if x.q.dtype != E4M3 else given.to(E4M3))
+    )
     dim, dim_v = x.q.shape[-1], x.v.shape[-1]
     start, end, stride = host.tables_of(x)
     setting = setting_of(

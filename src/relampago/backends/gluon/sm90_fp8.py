@@ -170,7 +170,7 @@ def others(
 
 @gluon.jit
 def capped_scores(s, factor, cap):
-    """Scores in base 2 after softcap, if there is one; else as they are. factor: what a row's are multiplied by, > 0."""
+    """Scores in base 2 after softcap, if there is one; else as they are. factor: what a row's are times, > 0."""
     if cap is not None:
         s = capped(s * gl.expand_dims(factor, 1), 1.0) * (cap * LOG2E)
     return s
@@ -358,7 +358,9 @@ def consume(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["factor", *Size._fields, *Sides._fields, "blocks_q", "blocks_k", "blocks_v"])
+@gluon.jit(
+    do_not_specialize=["factor", *Size._fields, *Sides._fields, "blocks_q", "blocks_k", "blocks_v"]
+)
 def attend_fp8(
     q_desc, k_desc, v_desc, o_desc, part, lse, counter, factor, q_scale, k_scale, v_scale, blocks_q, blocks_k,
     blocks_v, len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride,
@@ -379,7 +381,9 @@ def attend_fp8(
     values = channel(v_desc, STAGES, WGS)
     results = queries
     if not SPLIT:
-        results = Channel(tiles_of(o_desc, WGS * (PARTS if PARTS > 0 else 1)), queries.full, queries.empty)
+        results = Channel(
+            tiles_of(o_desc, WGS * (PARTS if PARTS > 0 else 1)), queries.full, queries.empty
+        )
     words = gl.allocate_shared_memory(
         gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
