@@ -116,8 +116,10 @@ class KVCache:
             if self.k.dtype != E4M3:
                 fits, expected = scale is None, f"None, as keys are {self.k.dtype}"
             else:
-                like = isinstance(scale, Tensor) and scale.device == self.k.device
-                fits = like and tuple(scale.shape) == heads and scale.dtype == torch.float32
+                fits = isinstance(scale, Tensor) and (
+                    (tuple(scale.shape), scale.dtype, scale.device)
+                    == (heads, torch.float32, self.k.device)
+                )
                 expected = f"{heads} torch.float32 {self.k.device}, as keys are {E4M3}"
             if not fits:
                 shown = isinstance(scale, Tensor)

@@ -55,6 +55,7 @@ def test_cast_is_to_the_nearest(per) -> None:
         tuple(got.scales.shape) == {"tensor": (1, 1, 1), "head": (2, 3, 1), "block": (2, 3, 3)}[per]
     )
     assert got.values.dtype == torch.float8_e4m3fn
+    assert got.saturated is not None
     assert int(got.saturated) == 0
     scales = got.scales.expand(2, 3, -1).repeat_interleave(128 if per == "block" else 300, 2)
     scales = scales[:, :, :300].transpose(1, 2)[..., None]
@@ -89,6 +90,7 @@ def test_saturation_is_counted() -> None:
         1, 1, 1, 8
     )
     got = quant.quantise(x, scales=torch.ones(1, 1, 1), count=True)
+    assert got.saturated is not None
     assert int(got.saturated) == 4
     assert got.values.float()[0, 0, 0, :5].tolist() == [1.0, -448.0, 448.0, 448.0, 448.0]
     assert got.values.float()[..., 5].isnan()

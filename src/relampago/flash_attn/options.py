@@ -87,7 +87,7 @@ def _slope(score, q, k, head, args, math):
 
 def fp8_scales(
     q: Tensor, k: Tensor, v: Tensor, descales: tuple[Any, Any, Any], simple: bool
-) -> dict[str, Tensor] | None:
+) -> dict[str, Any] | None:
     """The scales with which a Hopper card multiplies e4m3 as it is; None where `dequantised` is to make it bf16.
 
     Args:

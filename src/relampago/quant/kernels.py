@@ -90,7 +90,7 @@ def cast_rows(
 ):  # fmt: skip
     """A block of rows of a head: y (…, heads, D1 + D2) and its scale. JOIN: the parts are halves of one transform."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, n = rows_of(cu, b, length)
+    first, n = rows_of(cu, b, length)  # pyright: ignore[reportGeneralTypeIssues]
     rows = block * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     x += tl.cast(b, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
@@ -125,7 +125,7 @@ def cast_columns(
 ):  # fmt: skip
     """A block of values of a head, transposed as `columns` says, 0 beyond the sequence; with a scale if SCALED."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, n = rows_of(cu, b, length)
+    first, n = rows_of(cu, b, length)  # pyright: ignore[reportGeneralTypeIssues]
     if block * ROWS >= tl.maximum(
         n, 1
     ):  # a sequence without keys has a block of zeros, which are read
@@ -174,11 +174,11 @@ def rows_in_e4m3(
     if dim == 2 * WIDEST:
         pieces = [WIDEST, WIDEST]
     if not fused:
-        pieces = [triton.next_power_of_2(max(16, dim))]
+        pieces = [_power(dim)]
     d1, d2 = (*pieces, 0)[:2]
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, length, strides = _lay(x, cu)
-    blocks = max(1, triton.cdiv(longest, BLOCK))
+    blocks = max(1, -(-longest // BLOCK))
     y = torch.empty((*x.shape[:-1], d1 + d2), dtype=E4M3, device=x.device)
     scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=x.device)
     launch(
@@ -195,7 +195,7 @@ def columns_in_e4m3(
     dim, heads = v.shape[-1], v.shape[-2]
     v = v if v.stride(-1) == 1 else v.contiguous()
     batch, length, strides = _lay(v, cu)
-    blocks = max(1, triton.cdiv(longest, BLOCK))
+    blocks = max(1, -(-longest // BLOCK))
     columns = blocks * BLOCK if cu is None else columns_in_all(length, batch, BLOCK)
     y = torch.empty((batch if cu is None else 1, heads, dim, columns), dtype=E4M3, device=v.device)
     given = scales is not None
@@ -203,9 +203,14 @@ def columns_in_e4m3(
         scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=v.device)
     launch(
         cast_columns, (blocks, heads, batch), warps_for(dim), v, y, scales, cu, length, heads, blocks, columns,
-        *strides, dim, triton.next_power_of_2(max(16, dim)), not given,
+        *strides, dim, _power(dim), not given,
     )  # fmt: skip
     return y, scales
+
+
+def _power(dim: int) -> int:
+    """The next power of two, as tiles are wide."""
+    return 1 << (max(16, dim) - 1).bit_length()
 
 
 def _lay(x: Tensor, cu: Tensor | None) -> tuple[int, int, tuple[int, int, int]]:
