@@ -213,7 +213,7 @@ def _power(dim: int) -> int:
     return 1 << (max(16, dim) - 1).bit_length()
 
 
-def _lay(x: Tensor, cu: Tensor | None) -> tuple[int, int, tuple[int, int, int]]:
+def _lay(x: Tensor, cu: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
     """Sequences, rows (of one, or of all that are packed), strides of sequence, row and head."""
     if cu is None:
         return x.shape[0], x.shape[1], x.stride()[:3]
