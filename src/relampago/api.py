@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relampago import validate, warm
+from relampago import quant, validate, warm
 from relampago.cache import KVCache
 from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
@@ -76,6 +76,9 @@ class Call(NamedTuple):
     row_start: Tensor | None
     row_end: Tensor | None
     seed: Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     blocks: list[Tensor]
     mod_args: list[Tensor]
     sizes: list[int]  # offset, longest q, longest k
@@ -108,6 +111,10 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    precision: str | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str | None = None,
@@ -134,6 +141,11 @@ def attention(
         dropout_p: probability in [0, 1) of dropping a weight.
         dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
+        precision: "fp8" for products of e4m3 numbers, which Hopper forms at twice the rate: q, k and v are rotated and
+            cast here, the backward runs in their own dtype (docs/fp8.md). A CPU emulates the same arithmetic.
+        q_descale: fp32 scales of a q that is float8_e4m3fn already: (B, G), or as `quant.quantise` gives them.
+        k_descale: likewise of k.
+        v_descale: likewise of v. Out is then bf16.
         return_lse: also return log Σ exp(scores): fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq);
             differentiable.
         return_max_logits: also return, as the last, each head's largest scale · q·kᵀ among the pairs that the masks
@@ -155,7 +167,7 @@ def attention(
         torch.Size([1, 128, 8, 64])
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend)  # fmt: skip
+                      dropout_seed, deterministic, backend, precision, q_descale, k_descale, v_descale)  # fmt: skip
     return _respond(q, k, v, options, None, return_lse, return_max_logits)
 
 
@@ -180,6 +192,10 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    precision: str | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str | None = None,
@@ -206,6 +222,10 @@ def attention_varlen(
         dropout_p: as in `attention`.
         dropout_seed: as in `attention`.
         deterministic: as in `attention`.
+        precision: as in `attention`.
+        q_descale: as in `attention`.
+        k_descale: as in `attention`.
+        v_descale: as in `attention`.
         return_lse: LSE is (H, Tq).
         return_max_logits: as in `attention`, (B, H).
         backend: as in `attention`.
@@ -218,7 +238,7 @@ def attention_varlen(
         Unsupported: no backend can run the call.
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend)  # fmt: skip
+                      dropout_seed, deterministic, backend, precision, q_descale, k_descale, v_descale)  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _respond(q, k, v, options, packing, return_lse, return_max_logits)
 
@@ -322,6 +342,10 @@ class Options(NamedTuple):
     dropout_seed: int | Tensor | None = None
     deterministic: bool | None = None
     backend: str | None = None
+    precision: str | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 def _respond(
@@ -335,6 +359,8 @@ def _respond(
 ) -> Any:
     """Out, and what else was asked for."""
     if with_max:
+        fp8 = options.precision or options.q_descale is not None
+        validate.require([("return_max_logits", "is True with FP8 products", "False", not fp8)])
         out, lse, top = forward_max(*prepare(q, k, v, options, packing=packing))
         return (out, lse, top) if with_lse else (out, top)
     out, lse = _answer(q, k, v, options, packing)
@@ -348,13 +374,21 @@ def _answer(
     o = options
     cu_q, cu_k, *longest = packing or (None, None)
     plain = (
-        o.mask is o.alibi_slopes is o.score_mod is o.bias is o.dropout_seed is None
+        o.mask
+        is o.alibi_slopes
+        is o.score_mod
+        is o.bias
+        is o.dropout_seed
+        is o.q_descale
+        is o.k_descale
+        is None
         and o.dropout_p == 0.0
         and (o.window is None or type(o.window) is tuple)
     )
     if not torch.compiler.is_compiling() and plain and _on_device(cu_q, cu_k):
         numbers = (
-            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic), o.backend, *_forced.now()
+            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic), o.backend, o.precision,
+            *_forced.now(),
         )  # fmt: skip
         key = warm.key_of((q, k, v, o.sinks, cu_q, cu_k), numbers)
         if key is not None:
@@ -406,6 +440,8 @@ def prepare(
         batch, len_q, len_k = packing.cu_q.shape[0] - 1, packing.max_q, packing.max_k
         offset = 0
     full = (batch, q.shape[-2], len_q, len_k)
+    scales = validate.fp8(q, k, v, o.precision, (o.q_descale, o.k_descale, o.v_descale), full)
+    precision = "fp8" if q.dtype == quant.E4M3 else o.precision
     validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
     seen = resolve(
         _mask(o), Extent(*full, offset, q.device, packing is not None or cache is not None)
@@ -421,10 +457,11 @@ def prepare(
         mods=tuple(register(mod) for mod in mods),
         dropout_p=constant(o.dropout_p),
         deterministic=_deterministic(o.deterministic),
-        dtype=("float64" if q.dtype == torch.float64 else "float32") if shard else None,
+        dtype=_out_dtype(q, shard),
         shard=shard,
         backend=_backend(o.backend or _forced.backend),
         plan=_forced.plan,
+        precision=precision,
     )
     return Call(
         q=q,
@@ -442,11 +479,21 @@ def prepare(
         row_start=seen.row_start,
         row_end=seen.row_end,
         seed=_seed(o.dropout_seed, q.device) if o.dropout_p else None,
+        q_scale=scales[0],
+        k_scale=scales[1],
+        v_scale=scales[2],
         blocks=list(seen.blocks.blocks) if seen.blocks is not None else [],
         mod_args=[tensor for mod in mods for tensor in mod.tensors],
         sizes=[offset, len_q, len_k],
         facts=facts.encode(),
     )
+
+
+def _out_dtype(q: Tensor, shard: bool) -> str | None:
+    """What out and gradients are held in, if not in q's dtype."""
+    if shard:
+        return "float64" if q.dtype == torch.float64 else "float32"
+    return "bfloat16" if q.dtype == quant.E4M3 else None
 
 
 def _mask(o: Options) -> Any:
@@ -476,9 +523,10 @@ def _mods(o: Options) -> tuple[ScoreMod, ...]:
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as torch.autocast asks, where it is active."""
     kind = q.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+    narrow = q.dtype not in (torch.float64, quant.E4M3)
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and narrow:
         dtype = torch.get_autocast_dtype(kind)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+        return q.to(dtype), *(t if t.dtype == quant.E4M3 else t.to(dtype) for t in (k, v))  # type: ignore[return-value]
     return q, k, v
 
 

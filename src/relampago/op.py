@@ -7,6 +7,7 @@ torch.compile, and one string of static `Facts`. Description, choice and plan ha
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from relampago.problem import (
     accumulate_dtype,
     describe,
 )
+from relampago.quant import E4M3
 from relampago.select import choose
 from relampago.work import Work
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, "
+    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor? q_scale, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor[] blocks, "
     "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
 NAMES = tuple(part.split()[-1] for part in INPUTS.split(", "))
@@ -56,8 +59,8 @@ backward_op = torch.ops.relampago.backward.default
 
 def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
     """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
-    (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, blocks, mod_args, sizes,
-     text) = args  # fmt: skip
+    (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, q_scale, k_scale, v_scale,
+     blocks, mod_args, sizes, text) = args  # fmt: skip
     facts = Facts.decode(text)
     x = Arrays(
         q=q,
@@ -82,6 +85,10 @@ def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
         dropout_p=facts.dropout_p,
         shard=facts.shard,
         dtype=None if facts.dtype is None else getattr(torch, facts.dtype),
+        precision=facts.precision,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return x, facts
 
@@ -143,6 +150,14 @@ def _backward_args(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Any, ...]:
     x, facts = gather(args)
+    if facts.precision is not None and x.q.dtype != E4M3:
+        x, facts = replace(x, precision=None), facts._replace(precision=None, plan=())
+        if (
+            not facts.shard
+        ):  # straight through: out and LSE of what is differentiated, not of its FP8 likeness
+            problem, backend, plan = decide(x, facts)
+            out, lse = backend.forward(problem, plan, x)
+            out = out.to(x.out_dtype)
     q, k, v, bias, sinks, *mod_args = wanted
     wish = Wanted(q, k, v, bias, sinks, tuple(mod_args))
     problem = describe(x, facts, wanted=wish)

@@ -35,6 +35,8 @@ class Plan:
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
         lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2 (gluon).
         reach: MiB of keys and values that heads in flight share under a mask; 0: what fits the L2 cache (gluon).
+        promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1,
+            2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
@@ -52,6 +54,7 @@ class Plan:
     rotate: int = 0
     lazy: int = 0
     reach: int = 0
+    promote: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

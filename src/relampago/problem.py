@@ -17,6 +17,8 @@ from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
 from relampago.mods import no_slope
 
+FP8_PRODUCTS, FP8_CACHE = "FP8 products", "FP8 keys in a cache"
+
 
 class Layout(str, Enum):
     """How sequences lie in memory."""
@@ -68,6 +70,7 @@ class Facts(NamedTuple):
     shard: bool = False  # part of a larger attention: in the backward, LSE is the whole's
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()  # a forced plan
+    precision: str | None = None  # "fp8": products of e4m3 numbers
 
     def encode(self) -> str:
         """As a string."""
@@ -109,6 +112,10 @@ class Arrays:
     # (out, lse) of other keys, to go on from, see `Backend.forward`
     into: tuple[Tensor, Tensor] | None = None
     max_logits: Tensor | None = None  # (B, H) of -inf: a forward without mods and bias raises it
+    precision: str | None = None  # "fp8": products of e4m3 numbers
+    q_scale: Tensor | None = None  # fp32 (B, H, blocks or 1), where q is e4m3
+    k_scale: Tensor | None = None  # fp32 (B, G, blocks or 1), where k is
+    v_scale: Tensor | None = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -235,6 +242,9 @@ class Problem:
     dropout: bool = False
     deterministic: bool = False
     statistic: str = ""  # one of STATISTICS
+    fp8: Literal["", "products", "cache"] = (
+        ""  # what is in e4m3: all operands, or keys and values in a cache
+    )
 
     def backward(self) -> Problem:
         """The same problem, the other way."""
@@ -259,6 +269,8 @@ class Problem:
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
             self.statistic: bool(self.statistic),
+            FP8_PRODUCTS: self.fp8 == "products",
+            FP8_CACHE: self.fp8 == "cache",
         }
         return frozenset(name for name, present in flags.items() if present)
 
@@ -274,8 +286,10 @@ class Problem:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """bf16, fp16, fp32, fp64."""
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+    """bf16, fp16, fp32, fp64, e4m3."""
+    names = {
+        "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "e4m3",
+    }  # fmt: skip
     name = str(dtype).removeprefix("torch.")
     return names.get(name, name)
 
@@ -333,6 +347,7 @@ def describe(
         dropout=facts.dropout_p > 0,
         deterministic=facts.deterministic,
         statistic=statistic,
+        fp8="products" if facts.precision else "" if x.k_scale is None else "cache",
     )
 
 
@@ -350,6 +365,8 @@ def refuse_backward(p: Problem) -> str | None:
         return "statistics have no gradient"
     if p.layout_k in (Layout.CACHE, Layout.PAGED):
         return "keys in a cache have no gradient"
+    if p.dtype == "e4m3":
+        return "e4m3 inputs have no gradient"
     return no_slope(p.mods)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relampago.errors import InvalidInput
+from relampago.quant.cast import BLOCK, E4M3, check_scales
 
 Check = tuple[str, Any, Any, bool]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -85,9 +86,21 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool, cached: bool = False) -> No
         named,
     )
     checks: list[Check] = [
-        ("q", ("has dtype {}", q.dtype), "fp16, bf16, fp32 or fp64", q.dtype in FLOATS),
-        ("k", ("has dtype {}", k.dtype), ("{}, as q", q.dtype), k.dtype == q.dtype),
-        ("v", ("has dtype {}", v.dtype), ("{}, as q", q.dtype), v.dtype == q.dtype),
+        (
+            "q",
+            ("has dtype {}", q.dtype),
+            "fp16, bf16, fp32 or fp64",
+            q.dtype in FLOATS or q.dtype == E4M3,
+        ),
+        *(
+            (
+                name,
+                ("has dtype {}", t.dtype),
+                ("{}, as q", q.dtype),
+                t.dtype == q.dtype or (cached and t.dtype == E4M3 and k.dtype == v.dtype),
+            )
+            for name, t in (("k", k), ("v", v))
+        ),
         ("k", ("is on {}", k.device), ("{}, as q", q.device), k.device == q.device),
         ("v", ("is on {}", v.device), ("{}, as q", q.device), v.device == q.device),
         ("q", "has head dim 0", "at least 1", q.shape[-1] > 0),
@@ -227,6 +240,53 @@ def extras(
             ],
             named,
         )
+
+
+def fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Any,
+    descales: tuple[Any, Any, Any],
+    full: tuple[int, int, int, int],
+) -> list[Tensor | None]:
+    """Precision and scales; full = (B, H, Lq, Lk). Scales come back as (B, heads of the tensor, blocks or 1)."""
+    batch, _, len_q, len_k = full
+    wide = q.dtype == torch.float64
+    require(
+        [
+            ("precision", ("is {!r}", precision), "None or 'fp8'", precision in (None, "fp8")),
+            ("precision", "is 'fp8'", "None where q is fp64", not (wide and precision)),
+        ]
+    )
+    found: list[Tensor | None] = []
+    for name, t, scale in zip("qkv", (q, k, v), descales, strict=True):
+        label, given = f"{name}_descale", isinstance(scale, Tensor)
+        got = "is given" if given else ("is {!r}", scale)
+        require(
+            [
+                (
+                    label,
+                    got,
+                    ("None, as {} is {}", name, t.dtype),
+                    t.dtype == E4M3 or scale is None,
+                ),
+                (label, got, ("fp32 scales, as {} is {}", name, t.dtype), t.dtype != E4M3 or given),
+            ]
+        )
+        if not isinstance(scale, Tensor):
+            found.append(None)
+            continue
+        groups, own = k.shape[-2], t.shape[-2]
+        if scale.ndim == 2:  # FlashAttention-3's form, per kv head
+            require(
+                [(label, ("has shape {}", tuple(scale.shape)), (batch, groups), tuple(scale.shape) == (batch, groups))]
+            )  # fmt: skip
+            scale = scale.repeat_interleave(own // groups, 1)[..., None]
+        blocks = max(1, -(-(len_q if name == "q" else len_k) // BLOCK))
+        check_scales(label, scale, batch, own, blocks, q.device)
+        found.append(scale.expand(batch, own, -1))
+    return found
 
 
 def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2] / "src" / "relampago"
 LEVELS = (
     ("errors", "dropout"),
     ("masks", "mods"),
-    ("problem", "merge", "cache"),
+    ("problem", "merge", "cache", "quant"),
     ("plan", "work"),
     ("backends",),
     ("select",),

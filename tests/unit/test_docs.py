@@ -65,6 +65,15 @@ def test_readme_blocks(page) -> None:
         exec(compile(block, page, "exec"), names)
 
 
+def test_fp8_page() -> None:
+    """Its blocks run one after the other."""
+    text = (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    names = namespace()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "fp8.md", "exec"), names)
+    assert names["out"].shape == (2, 1, 32, 128)
+
+
 def test_the_example_in_parts_is_exact() -> None:
     names = namespace()
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ from relampago.problem import (
     empty_lse,
     refuse_backward,
 )
+from relampago.quant import emulation
 
 
 class Reference:
@@ -45,7 +46,7 @@ class Reference:
         if x.max_logits is not None:
             for b in range(x.batch):
                 x.max_logits[b] = Sequence(x, b, dtype).max_logits()
-        return attend(x, dtype)
+        return emulation.run(x, lambda lowered: attend(lowered, accumulate_dtype(lowered.q.dtype)))
 
     def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
         return describe_rows(x, accumulate_dtype(x.q.dtype))
@@ -240,6 +241,8 @@ class Sequence:
         m = torch.where(m == -math.inf, torch.zeros_like(m), m).detach()
         p = (scores - m).exp()
         total = p.sum(-1, keepdim=True)
+        if self.x.precision == "fp8":
+            p = emulation.rounded(p)
         if self.x.sinks is not None:
             total = total + (self.x.sinks.to(self.dtype).view(-1, 1, 1) - m).exp()
         return p / torch.where(total == 0, torch.ones_like(total), total)

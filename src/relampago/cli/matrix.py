@@ -125,6 +125,8 @@ def rows() -> list[Row]:
         Row("feature", "packed sequences", {"layout_q": Layout.RAGGED, "layout_k": Layout.RAGGED}),
         Row("feature", "keys in a cache", {"layout_k": Layout.CACHE, "len_q": 1}),
         Row("feature", "keys in pages", {"layout_k": Layout.PAGED, "len_q": 1}),
+        Row("feature", "FP8 products", {"fp8": "products"}, {"fp8": ""}),
+        Row("feature", "FP8 keys in pages", {"layout_k": Layout.PAGED, "len_q": 1, "fp8": "cache"}),
     ]
     dtypes = [Row("dtype", name, {"dtype": name}) for name in ("bf16", "fp16", "fp32", "fp64")]
     dims = [

@@ -11,6 +11,8 @@ from relampago.backends.cpu.statistics import column_sums, row_statistics
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
+    FP8_CACHE,
+    FP8_PRODUCTS,
     Arrays,
     Grads,
     Problem,
@@ -20,6 +22,7 @@ from relampago.problem import (
     refuse_backward,
     refuse_unknown,
 )
+from relampago.quant import emulation
 
 
 class Cpu:
@@ -30,7 +33,7 @@ class Cpu:
     def why_not(self, p: Problem) -> str | None:
         if p.device.kind != "cpu":
             return f"runs on cpu tensors only, got {p.device.kind}"
-        return refuse_unknown(p, FEATURES) or refuse_backward(p)
+        return refuse_unknown(p, FEATURES | {FP8_PRODUCTS, FP8_CACHE}) or refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
         return first_match(("cpu",), f"cpu.{p.direction}", p)
@@ -40,7 +43,7 @@ class Cpu:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # threads and their buffers know no inference mode
-            return forward(x, plan)
+            return emulation.run(x, lambda lowered: forward(lowered, plan))
 
     def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
         with torch.inference_mode(False), torch.no_grad():

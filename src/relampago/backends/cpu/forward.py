@@ -17,6 +17,7 @@ from relampago.backends.cpu.precision import fast_fp32
 from relampago.backends.cpu.tile import FEW, HELD, LN2, SCORES, Heads, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, accumulate_dtype
+from relampago.quant.emulation import rounded
 
 # Less than any sum of weights but 0: a row that sees no key gives 0 / TINY.
 TINY = 2.0**-120
@@ -71,7 +72,8 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> Tensor | None:
     q = tile.queries()  # [g, l·R, D]
     m = l = acc = top = None
     asked = slab.x.max_logits is not None
-    unshifted = tile.small(q)
+    fp8 = slab.x.precision == "fp8"
+    unshifted = not fp8 and tile.small(q)
     for panel in tile.panels(plan.block_k):  # line 6
         k, v = slab.take("k", slab.k, panel), slab.take("v", slab.v, panel)
         s = tile.scores(q, k, panel)  # line 8
@@ -91,6 +93,8 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> Tensor | None:
         l = total if l is None else l.add_(total)  # line 9
         if (keep := tile.kept(panel)) is not None:
             p.mul_(keep)
+        if fp8:
+            p = rounded(p)
         acc = product(p, v) if acc is None else acc.baddbmm_(p, v)  # line 10
     top = top if m is None else m
     if (sink := tile.sink()) is not None:  # one more score, with no value

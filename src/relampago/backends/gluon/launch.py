@@ -104,7 +104,7 @@ class Setting(NamedTuple):
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
     """Out in the queries' dtype, shaped like q with the head dim of v, and LSE, (B, H, Lq) or (H, total)."""
     if 0 in (*x.q.shape[:-1], x.len_q, x.batch, x.k.shape[-3]):
-        return _nothing(x)
+        return nothing(x)
     q, scale = positive(x.q, x.scale)
     k, v = x.k, x.v
     start, end, stride = tables_of(x)
@@ -124,7 +124,7 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     else:
         made = {"dtype": x.out_dtype, "device": q.device}
         out = (torch.empty if x.cu_q is None else torch.zeros)(setting.shape_out, **made)
-        lse = _lse(x, None if x.cu_q is None else float("-inf"))
+        lse = lse_of(x, None if x.cu_q is None else float("-inf"))
     if wide and not is_split:
         target = Target(
             out, lse, None if x.into is None else out, *out.stride()[:3], *lse.stride()[:2]
@@ -222,17 +222,17 @@ def setting_of(
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out, {})
 
 
-def _lse(x: Arrays, value: float | None) -> Tensor:
+def lse_of(x: Arrays, value: float | None) -> Tensor:
     s = x.q.shape
     shape = (s[0], s[2], s[1]) if x.cu_q is None else (s[1], s[0])
     lse = torch.empty(shape, dtype=torch.float32, device=x.q.device)
     return lse if value is None else lse.fill_(value)
 
 
-def _nothing(x: Arrays) -> tuple[Tensor, Tensor]:
+def nothing(x: Arrays) -> tuple[Tensor, Tensor]:
     """Without keys: 0, and the LSE of nothing or of the sinks."""
     out = x.q.new_zeros((*x.q.shape[:-1], x.v.shape[-1]))
-    lse = _lse(x, float("-inf"))
+    lse = lse_of(x, float("-inf"))
     return out, lse if x.sinks is None else lse.copy_(x.sinks[:, None].expand(lse.shape))
 
 

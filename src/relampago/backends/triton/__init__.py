@@ -18,6 +18,7 @@ from relampago.mods import rule_of
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
+    FP8_CACHE,
     Arrays,
     Grads,
     Problem,
@@ -54,7 +55,8 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES)
+            or refuse_unknown(p, FEATURES | {FP8_CACHE})
+            or self._refuse_fp8(p)
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
@@ -120,6 +122,17 @@ class Triton:
         if wide and p.device.kind == "cuda" and p.device.shared_memory < 104 * 1024:
             return f"fp32 gradients of head dim {p.dim} need 104 KiB of shared memory"
         return None
+
+    def _refuse_fp8(self, p: Problem) -> str | None:
+        """Keys in e4m3: decoding only, where the machine has the format."""
+        if p.fp8 != "cache":
+            return None
+        sm = re.fullmatch(r"sm(\d+)", p.device.arch)
+        if p.device.arch == "gfx942" or (sm is not None and int(sm[1]) < 89):
+            return f"FP8 keys in a cache need sm89, gfx950 or newer, got {p.device.arch}"
+        from relampago.backends.triton.decode import applies
+
+        return None if applies(p) else "knows FP8 keys in a cache for a few queries each only"
 
     def _refuse_mods(self, p: Problem) -> str | None:
         if not p.mods:
