@@ -64,8 +64,8 @@ def bench(
     races = [
         Setting(one, kind, way, where, repeats, budget, memory)
         for one in _cases(case)
-        for kind in _words(dtype or ("bf16" if where == "cuda" else "fp32"), ("bf16", "fp16", "fp32", "fp64"), "dtype")
-        for way in _words(direction, DIRECTIONS, "direction")
+        for kind in words(dtype or ("bf16" if where == "cuda" else "fp32"), ("bf16", "fp16", "fp32", "fp64"), "dtype")
+        for way in words(direction, DIRECTIONS, "direction")
     ]  # fmt: skip
     names = _backends(backends)
     rows: list[dict[str, Any]] = []
@@ -113,14 +113,15 @@ def _protocol(where: str) -> dict[str, Any]:
     }
 
 
-def _words(text: str, known: tuple[str, ...], option: str) -> list[str]:
+def words(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    """An option's comma-separated words, each one of those known."""
     from relampago.errors import InvalidInput
 
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words or [""]:
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    for word in found or [""]:
         if word not in known:
             raise InvalidInput(f"--{option} has {word!r}; expected some of {', '.join(known)}")
-    return words
+    return found
 
 
 def _cases(globs: list[str] | None) -> list[Case]:
@@ -142,7 +143,7 @@ def _backends(text: str | None) -> list[str]:
 
     if text is None:
         return [name for name in names() if name != "reference"]
-    return _words(text, names(), "backends")
+    return words(text, names(), "backends")
 
 
 def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[dict[str, Any]]:
