@@ -22,7 +22,7 @@ from relampago.cli.train_step.shapes import CHECKPOINTS, SHAPES, shape_of
 from relampago.cli.train_step.tokens import sequence, tokens
 from relampago.errors import InvalidInput
 
-TINY = Cell("tiny-mistral", 2, 160, "eager", "full", "fp32", "cpu", 1)
+TINY = Cell("tiny-mistral", 1, 130, "eager", "full", "fp32", "cpu", 1)
 
 
 @pytest.fixture(scope="module")
