@@ -1,6 +1,6 @@
-"""A training step of a 7B Llama on 32,768 tokens: fits one H200 with relampago, not with standard attention.
+"""A training step of a 7B Llama, 2k to 32k tokens, with standard attention, SDPA and relampago.
 
-    python examples/train_7b.py                # an 80 GiB card or more: 2 layers at full width, else the whole model
+    python examples/train_7b.py                # whole on a card of 130 GiB, else 2 layers at full width
     python examples/train_7b.py --tiny         # the same on a CPU
 
 Both call `relampago train-step`, whose options say more: `relampago train-step --help`.
