@@ -88,7 +88,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path, caption: str) -> None:
         standard = runs["eager"]["losses"]
         for kind in KINDS[1:]:
             apart = distances(runs[kind]["losses"], standard)
-            shown = [value or 1e-9 for value in apart]  # no distance at all has no logarithm
+            shown = [value or float("nan") for value in apart]  # none at all has no logarithm
             right.plot(shown, color=COLORS[kind], linewidth=1.4, label=kind)
         right.set_yscale("log")
         charts.frame(right, "distance of the loss from standard attention's")

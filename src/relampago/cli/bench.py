@@ -52,12 +52,20 @@ def bench(
         bool, typer.Option(help="peak memory on the CPU too, in processes of its own")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one")] = None,
-    out: Annotated[Path | None, typer.Option(help="write JSON here")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write JSON, or the report's folder, here")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="no race: a page of the committed measurements")
+    ] = False,
 ) -> None:
     """Race backends against torch's SDPA: time, peak memory and error of each."""
     from relampago.cli import machine
     from relampago.errors import InvalidInput
 
+    if report:
+        _report(out or Path("report-out"))
+        return
     where = device or machine.best_device()
     if where not in ("cpu", machine.best_device()):
         raise InvalidInput(f"--device is {where!r}; expected cpu, or cuda where there is a GPU")
@@ -97,6 +105,20 @@ def bench(
         record = {"machine": facts, "device": where, "protocol": _protocol(where), "rows": rows}
         out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {out}")
+
+
+def _report(out: Path) -> None:
+    """Pictures, `index.html`, and the pages' tables as Markdown."""
+    from relampago.cli.report import results
+
+    results.require()
+    from relampago.cli.report import html
+    from relampago.cli.report.tables import TABLES
+
+    page = html.write(out)
+    made = [make() for file, make in TABLES.values() if not file or results.there(file)]
+    (out / "tables.md").write_text("\n\n".join(made) + "\n", encoding="utf-8")
+    console.print(f"wrote {page} and tables.md beside it")
 
 
 def _protocol(where: str) -> dict[str, Any]:

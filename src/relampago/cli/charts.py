@@ -86,7 +86,7 @@ def values_axis(axes: Any, show: Callable[[float], str]) -> None:
 
 def frame(axes: Any, title: str, grid: str = "both") -> None:
     """Title, faint grid, no box."""
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, pad=14)
     axes.grid(True, which="major", axis=grid, color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

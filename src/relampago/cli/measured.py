@@ -27,6 +27,9 @@ from relampago.work import Work
 STANDARD = "standard"
 LIMIT = 150.0  # seconds one process may take
 DIRECTIONS = ("forward", "backward")
+HEAD = (
+    "", "read", "written", "both", "formula", "both / formula", "time", "TFLOP/s", "of roofline",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,9 +196,7 @@ def summarise(
 def table(rows: list[dict[str, Any]]) -> Table:
     """A line per contestant and direction."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="device memory", title_justify="left")
-    for place, name in enumerate(
-        ("", "read", "written", "both", "formula", "both / formula", "time", "TFLOP/s", "of roofline")
-    ):  # fmt: skip
+    for place, name in enumerate(HEAD):
         view.add_column(name, justify="right" if place else "left", no_wrap=True)
     for row in rows:
         view.add_row(f"{row['contestant']} {row['direction']}", *cells(row))

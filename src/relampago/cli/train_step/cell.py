@@ -146,12 +146,7 @@ def build(cell: Cell) -> Any:
     torch.manual_seed(0)
     config = cell.shape.config(cell.length, cell.attention)
     with torch.device(cell.device):
-        kept = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        finally:
-            torch.set_default_dtype(kept)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.train()
     if cell.checkpoint != "none":
         words: dict[str, Any] = {"use_reentrant": False}
