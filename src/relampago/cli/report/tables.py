@@ -237,7 +237,7 @@ def gluon_backward() -> str:
                 rates.get((dim, is_causal, *shape, who))
                 for who in (name, "cudnn", "flash", "triton")
             )
-            if ours is None:
+            if ours is None or peers[0] is None:
                 cells.append("–")
                 continue
             others = " / ".join("–" if rate is None else f"{rate:.0f}" for rate in peers)
