@@ -74,6 +74,18 @@ def test_fp8_page() -> None:
     assert names["out"].shape == (2, 1, 32, 128)
 
 
+def test_the_tour() -> None:
+    """The blocks of docs/index.md, one after another."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, "index.md", "exec"), names)
+    want = rl.attention(names["q"], names["k"], names["v"], causal=True)
+    torch.testing.assert_close(names["both"], want)
+
+
 def test_the_example_in_parts_is_exact() -> None:
     names = namespace()
     text = (ROOT / "README.md").read_text(encoding="utf-8")
