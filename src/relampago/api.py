@@ -7,6 +7,7 @@ D head dim of q and k, E head dim of v.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,31 +33,48 @@ class _Forced(threading.local):
 
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()
+    batch_invariant: bool | None = None
 
     def now(self) -> tuple[Any, ...]:
-        """Both."""
+        """Backend and plan."""
         return self.backend, self.plan
 
 
 _forced = _Forced()
+_everywhere = os.environ.get("RELAMPAGO_BATCH_INVARIANT", "0") == "1"
 
 
 @contextlib.contextmanager
-def using(*, backend: str | None = None, plan: Plan | None = None) -> Iterator[None]:
-    """Inside, calls that name no backend of their own use this one, and this plan. Nothing falls back.
+def using(
+    *, backend: str | None = None, plan: Plan | None = None, batch_invariant: bool | None = None
+) -> Iterator[None]:
+    """Inside, on this thread, calls that do not say otherwise use this backend, plan and batch invariance.
+
+    Nothing falls back.
 
     Raises:
         InvalidInput: there is no backend of that name.
     """
     if backend is not None:
         by_name(backend)
-    outer = (_forced.backend, _forced.plan)
+    outer = (_forced.backend, _forced.plan, _forced.batch_invariant)
     _forced.backend = backend or outer[0]
     _forced.plan = plan.items() if plan else outer[1]
+    _forced.batch_invariant = outer[2] if batch_invariant is None else bool(batch_invariant)
     try:
         yield
     finally:
-        _forced.backend, _forced.plan = outer
+        _forced.backend, _forced.plan, _forced.batch_invariant = outer
+
+
+def set_batch_invariant(on: bool) -> bool:
+    """Whether calls of the whole process are batch-invariant where neither they nor `using` say; returns what was.
+
+    RELAMPAGO_BATCH_INVARIANT=1 in the environment starts a process with it on.
+    """
+    global _everywhere
+    before, _everywhere = _everywhere, bool(on)
+    return before
 
 
 class Call(NamedTuple):
@@ -107,6 +125,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -132,6 +151,9 @@ def attention(
         dropout_p: probability in [0, 1) of dropping a weight.
         dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
+        batch_invariant: a sequence's results are the same to the bit whatever else is in the batch, wherever it
+            stands, however it is laid out and cut (docs/batch-invariance.md); None follows `using`, then
+            `set_batch_invariant`.
         return_lse: also return log Σ exp(scores): fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq);
             differentiable.
         backend: a backend's name; it never falls back. None takes the first that can.
@@ -149,7 +171,7 @@ def attention(
         torch.Size([1, 128, 8, 64])
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend)  # fmt: skip
+                      dropout_seed, deterministic, batch_invariant, backend)  # fmt: skip
     out, lse = _answer(q, k, v, options, None)
     return (out, lse) if return_lse else out
 
@@ -175,6 +197,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -200,6 +223,7 @@ def attention_varlen(
         dropout_p: as in `attention`.
         dropout_seed: as in `attention`.
         deterministic: as in `attention`.
+        batch_invariant: as in `attention`.
         return_lse: LSE is (H, Tq).
         backend: as in `attention`.
 
@@ -211,7 +235,7 @@ def attention_varlen(
         Unsupported: no backend can run the call.
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend)  # fmt: skip
+                      dropout_seed, deterministic, batch_invariant, backend)  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _answer(q, k, v, options, packing)
     return (out, lse) if return_lse else out
@@ -303,6 +327,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
     deterministic: bool | None = None
+    batch_invariant: bool | None = None
     backend: str | None = None
 
 
@@ -319,7 +344,8 @@ def _answer(
     )
     if not torch.compiler.is_compiling() and plain and _on_device(cu_q, cu_k):
         numbers = (
-            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic), o.backend, *_forced.now()
+            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic),
+            _invariant(o.batch_invariant), o.backend, *_forced.now(),
         )  # fmt: skip
         key = warm.key_of((q, k, v, o.sinks, cu_q, cu_k), numbers)
         if key is not None:
@@ -377,6 +403,7 @@ def prepare(
     )
     mods = _mods(o)
     validate.score_args(mods, full, q.device)
+    invariant = _invariant(o.batch_invariant)
     facts = Facts(
         scale=None if o.scale is None else constant(o.scale),
         left=seen.left,
@@ -385,11 +412,12 @@ def prepare(
         block=None if seen.blocks is None else seen.blocks.block,
         mods=tuple(register(mod) for mod in mods),
         dropout_p=constant(o.dropout_p),
-        deterministic=_deterministic(o.deterministic),
+        deterministic=_deterministic(o.deterministic) or invariant,
         dtype=("float64" if q.dtype == torch.float64 else "float32") if shard else None,
         shard=shard,
         backend=_backend(o.backend or _forced.backend),
         plan=_forced.plan,
+        batch_invariant=invariant,
     )
     return Call(
         q=q,
@@ -449,6 +477,11 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else bool(asked)
+
+
+def _invariant(asked: bool | None) -> bool:
+    asked = _forced.batch_invariant if asked is None else asked
+    return _everywhere if asked is None else bool(asked)
 
 
 def _backend(name: str | None) -> str | None:

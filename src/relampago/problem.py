@@ -67,6 +67,7 @@ class Facts(NamedTuple):
     shard: bool = False  # part of a larger attention: in the backward, LSE is the whole's
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()  # a forced plan
+    batch_invariant: bool = False
 
     def encode(self) -> str:
         """As a string."""
@@ -219,6 +220,7 @@ class Problem:
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
 
     def backward(self) -> Problem:
         """The same problem, the other way."""
@@ -241,6 +243,7 @@ class Problem:
             "sinks": self.sinks,
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
+            "batch invariance": self.batch_invariant,
         }
         return frozenset(name for name, present in flags.items() if present)
 
@@ -301,6 +304,7 @@ def describe(
         sinks=x.sinks is not None,
         dropout=facts.dropout_p > 0,
         deterministic=facts.deterministic,
+        batch_invariant=facts.batch_invariant,
     )
 
 
@@ -308,6 +312,15 @@ def refuse_unknown(p: Problem, knows: frozenset[str]) -> str | None:
     """The refusal of a backend that knows these features only: a new feature is refused until it is learnt."""
     unknown = sorted(p.features() - knows)
     return f"does not know {', '.join(unknown)}" if unknown else None
+
+
+def refuse_variance(p: Problem) -> str | None:
+    """What no backend can keep from depending on the rest of a batch."""
+    if p.batch_invariant and p.dropout:
+        return "drops weights by a sequence's place in the batch, so dropout is not batch-invariant"
+    if p.batch_invariant and p.blocks:
+        return "cuts keys by a BlockSparse's lists, not by their positions, so it is not batch-invariant"
+    return None
 
 
 def refuse_backward(p: Problem) -> str | None:
@@ -325,6 +338,6 @@ FEATURES = frozenset(
     for name in Problem(
         device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
         layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
-        bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
+        bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True, batch_invariant=True,
     ).features()
 )  # fmt: skip

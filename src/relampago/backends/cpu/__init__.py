@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from relampago.backends.cpu.backward import backward
-from relampago.backends.cpu.forward import forward
+from relampago.backends.cpu.forward import FREE, forward
+from relampago.backends.cpu.invariant import way
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
@@ -17,6 +18,7 @@ from relampago.problem import (
     Wanted,
     refuse_backward,
     refuse_unknown,
+    refuse_variance,
 )
 
 
@@ -28,17 +30,18 @@ class Cpu:
     def why_not(self, p: Problem) -> str | None:
         if p.device.kind != "cpu":
             return f"runs on cpu tensors only, got {p.device.kind}"
-        return refuse_unknown(p, FEATURES) or refuse_backward(p)
+        return refuse_unknown(p, FEATURES) or refuse_variance(p) or refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
-        return first_match(("cpu",), f"cpu.{p.direction}", p)
+        kernel = "invariant" if p.batch_invariant else p.direction
+        return first_match(("cpu",), f"cpu.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # threads and their buffers know no inference mode
-            return forward(x, plan)
+            return forward(x, plan, way(plan) if p.batch_invariant else FREE)
 
     def backward(
         self,
@@ -51,4 +54,5 @@ class Cpu:
         wanted: Wanted,
     ) -> Grads:
         with torch.inference_mode(False), torch.no_grad():
-            return backward(x, plan, saved, dout, dlse, wanted)
+            how = way(plan) if p.batch_invariant else FREE
+            return backward(x, plan, saved, dout, dlse, wanted, how)
