@@ -15,7 +15,7 @@ from torch import Tensor
 from relampago.backends.cpu import threads
 from relampago.backends.cpu.forward import Way, head_ranges, rows_per_tile, worth_fast
 from relampago.backends.cpu.precision import fast_fp32
-from relampago.backends.cpu.tile import LOG2E, Heads, Panel, Slab, Tile, scratch
+from relampago.backends.cpu.tile import LOG2E, Heads, Panel, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted, accumulate_dtype
 

@@ -5,8 +5,8 @@ What else differs between calls, and why it does not show:
 - Keys are cut at multiples of block_k from key 0, wherever a tile of rows begins to look. A block that hides all of its
   keys from a row adds exact zeros to it and leaves its maximum as it is.
 - Products go through `shapes`, which lets no other shape take part than those that give the same bits.
-- Scores are shifted by a rule of each row's own: not at all while its maximum is within ±CALM, else by that maximum. The
-  bound by which a tile needs no maximum at all (`Tile.small`) only proves that the rule gives 0 for all of its rows.
+- Scores are shifted by a rule of each row's own: not at all while its maximum is within ±CALM, else by that maximum.
+  The bound by which a tile needs no maximum at all (`Tile.small`) only proves that the rule gives 0 for all rows.
 - Operators run on one thread each, and no task is cut by the number of threads.
 """
 
@@ -18,14 +18,14 @@ import math
 import torch
 from torch import Tensor
 
-from relampago.backends.cpu.forward import Way
+from relampago.backends.cpu.forward import Way, store
 from relampago.backends.cpu.precision import current
 from relampago.backends.cpu.shapes import GRAIN, LEAST_ROWS, Products, may_view
 from relampago.backends.cpu.tile import FEW, KEPT, LN2, SMALL, Heads, Panel, Slab, Tile, scratch
-from relampago.backends.cpu.forward import store
 from relampago.plan import Plan
 from relampago.problem import Arrays, round_up
 
+VECTORS = 64  # numbers that torch works on at a time divide this
 CALM = SMALL + 1.0  # a bound on |q| |k| is one on scores up to their rounding
 
 
@@ -105,6 +105,19 @@ class FixedTile(Tile):
         """As `Tile.unpack`."""
         super().unpack(packed[:, : self.count], into)
 
+    def power_(self, s: Tensor) -> Tensor:
+        """As `Tile.power_`, in whole vectors: torch's exp2 takes another routine for what is left over."""
+        short = -s.numel() % VECTORS
+        if not short:
+            return super().power_(s)
+        whole = torch.cat([s.flatten(), s.new_zeros(short)])
+        return super().power_(whole)[: s.numel()].view(s.shape)
+
+    def sink(self) -> Tensor | None:
+        """As `Tile.sink`."""
+        sink = super().sink()
+        return None if sink is None else self.filled(sink, "").clone()
+
     def grid(self, t: Tensor) -> Tensor:
         """The tile's own rows of [g, rows, n] as [g, l, R, n]."""
         return t[:, : self.count].unflatten(1, self.shape[1:])
@@ -182,7 +195,6 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
         l.add_(tile.sums(p))  # line 9
         tile.add_rows(acc, p, v)  # line 10
     if (sink := tile.sink()) is not None:  # one more score, with no value
-        sink = tile.filled(sink, "sink")
         shift = shifted(tile, l, acc, shift, torch.maximum(m, sink))
         l.add_(tile.power_(sink.clone() if shift is None else sink - shift))
     store(tile, acc, l, shift, out, lse)
@@ -194,7 +206,8 @@ def shifted(tile: Tile, l: Tensor, acc: Tensor, old: Tensor | None, m: Tensor) -
     new = torch.where((m.abs() <= calm) | (m == -math.inf), 0.0, m)
     if old is None and not bool(new.any()):
         return None
-    alpha = tile.power_(-new if old is None else old - new)
+    # Above 0 only for rows that have seen nothing, whose zeros must not meet an infinity.
+    alpha = tile.power_((-new if old is None else old - new).clamp_(max=0.0))
     l.mul_(alpha)
     acc.mul_(alpha)
     return new
