@@ -38,20 +38,21 @@ DECODE = (  # sequences, keys, heads, kv heads, dim
 )
 
 
-def hold(batches: int, device: str, backend: str | None) -> dict[str, Any]:
-    """Check random batches; the first that differs raises."""
+def hold(first: int, batches: int, device: str, backend: str | None) -> dict[str, Any]:
+    """Check random batches from a seed on; the first that differs raises."""
     longest = 300 if device == "cpu" else 4000
     dtypes = (torch.float32, torch.bfloat16)
     sequences = 0
     start = time.perf_counter()
-    for seed in range(1000, 1000 + batches):
+    for seed in range(first, first + batches):
         batch = Batch(seed, longest, dtypes, device, backend)
         batch.check()
         sequences += len(batch.sequences)
         if seed % 50 == 0:
-            print(f"{seed - 999} batches, {time.perf_counter() - start:.0f} s", flush=True)
+            print(f"{seed - first} batches, {time.perf_counter() - start:.0f} s", flush=True)
     seconds = round(time.perf_counter() - start, 1)
     return {
+        "first": first,
         "batches": batches,
         "sequences": sequences,
         "longest": longest,
@@ -129,6 +130,7 @@ def main() -> None:
     """Check, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=500)
+    parser.add_argument("--first", type=int, default=1000, help="seed of the first batch")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend")
     parser.add_argument("--rounds", type=int, default=9)
@@ -137,10 +139,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu_time:
         torch.set_num_threads(1)
-    held = hold(options.batches, options.device, options.backend) if options.batches else None
+    held = (
+        hold(options.first, options.batches, options.device, options.backend)
+        if options.batches
+        else None
+    )
     print(held, flush=True)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    found = prices(options.device, options.backend, clock, options.rounds)
+    found = prices(options.device, options.backend, clock, options.rounds) if options.rounds else []
     machine = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
     data = {
         "machine": machine, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
