@@ -19,10 +19,13 @@ exact.patch()
 torch.set_num_threads(1)
 
 
-def test_a_sequence_has_the_bits_it_has_alone() -> None:
+@pytest.mark.parametrize(("seed", "window"), [(206, (3, 0)), (212, None)])
+def test_a_sequence_has_the_bits_it_has_alone(seed, window) -> None:
+    """Two short sequences, GQA: fp16, and fp32 with sinks and a softcap."""
     with rl.using(plan=Plan(block_q=16, block_k=4)):
-        batch = Batch(0, longest=12, dtypes=(torch.float32, torch.float16), backend="triton")
-        batch.check()
+        Batch(
+            seed, 9, (torch.float32, torch.float16), backend="triton", more={"window": window}
+        ).check()
 
 
 def test_gradients_are_left_to_others() -> None:

@@ -39,6 +39,7 @@ class Batch:
     dtypes: tuple[torch.dtype, ...]
     device: str = "cpu"
     backend: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)  # options that are not left to chance
     options: dict[str, Any] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -59,6 +60,7 @@ class Batch:
             self.options["sinks"] = torch.randn(kv * group, generator=g).to(self.device) * 9
         if r.random() < 0.3:
             self.options["softcap"] = 3.0
+        self.options.update(self.more)
         lengths = [int(self.longest ** r.random()) for _ in range(r.randrange(1, 6))]
         lengths[r.randrange(len(lengths))] = r.randrange(1, self.longest + 1)
         for n in lengths:
