@@ -1,6 +1,13 @@
 """relampago: exact attention in O(N) memory, in pure Python, on whatever you have."""
 
-from relampago.api import attention, attention_varlen, partial, partial_backward, using
+from relampago.api import (
+    attention,
+    attention_varlen,
+    partial,
+    partial_backward,
+    set_batch_invariant,
+    using,
+)
 from relampago.decode import attention_decode
 from relampago.errors import InvalidInput, Unsupported
 from relampago.explain import explain
@@ -25,5 +32,6 @@ __all__ = [
     "merge",
     "partial",
     "partial_backward",
+    "set_batch_invariant",
     "using",
 ]

@@ -7,6 +7,7 @@ D head dim of q and k, E head dim of v.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,31 +34,48 @@ class _Forced(threading.local):
 
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()
+    batch_invariant: bool | None = None
 
     def now(self) -> tuple[Any, ...]:
-        """Both."""
+        """Backend and plan."""
         return self.backend, self.plan
 
 
 _forced = _Forced()
+_everywhere = os.environ.get("RELAMPAGO_BATCH_INVARIANT", "0") == "1"
 
 
 @contextlib.contextmanager
-def using(*, backend: str | None = None, plan: Plan | None = None) -> Iterator[None]:
-    """Inside, calls that name no backend of their own use this one, and this plan. Nothing falls back.
+def using(
+    *, backend: str | None = None, plan: Plan | None = None, batch_invariant: bool | None = None
+) -> Iterator[None]:
+    """Inside, on this thread, calls that do not say otherwise use this backend, plan and batch invariance.
+
+    Nothing falls back.
 
     Raises:
         InvalidInput: there is no backend of that name.
     """
     if backend is not None:
         by_name(backend)
-    outer = (_forced.backend, _forced.plan)
+    outer = (_forced.backend, _forced.plan, _forced.batch_invariant)
     _forced.backend = backend or outer[0]
     _forced.plan = plan.items() if plan else outer[1]
+    _forced.batch_invariant = outer[2] if batch_invariant is None else bool(batch_invariant)
     try:
         yield
     finally:
-        _forced.backend, _forced.plan = outer
+        _forced.backend, _forced.plan, _forced.batch_invariant = outer
+
+
+def set_batch_invariant(on: bool) -> bool:
+    """Whether calls of the whole process are batch-invariant where neither they nor `using` say; returns what was.
+
+    RELAMPAGO_BATCH_INVARIANT=1 in the environment starts a process with it on.
+    """
+    global _everywhere
+    before, _everywhere = _everywhere, bool(on)
+    return before
 
 
 class Call(NamedTuple):
@@ -111,6 +129,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     precision: str | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -141,6 +160,9 @@ def attention(
         dropout_p: probability in [0, 1) of dropping a weight.
         dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
+        batch_invariant: a sequence's results are the same to the bit whatever else is in the batch, wherever it
+            stands, however it is laid out and cut (docs/batch-invariance.md); None follows `using`, then
+            `set_batch_invariant`.
         precision: "fp8" for products of e4m3 numbers, which Hopper forms at twice the rate: q, k and v are rotated and
             cast here, the backward runs in their own dtype (docs/fp8.md). A CPU emulates the same arithmetic.
         q_descale: fp32 scales of a q that is float8_e4m3fn already: (B, G), or as `quant.quantise` gives them.
@@ -167,7 +189,8 @@ def attention(
         torch.Size([1, 128, 8, 64])
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend, precision, q_descale, k_descale, v_descale)  # fmt: skip
+                      dropout_seed, deterministic, batch_invariant, backend, precision, q_descale, k_descale,
+                      v_descale)  # fmt: skip
     return _respond(q, k, v, options, None, return_lse, return_max_logits)
 
 
@@ -192,6 +215,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     precision: str | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -222,6 +246,7 @@ def attention_varlen(
         dropout_p: as in `attention`.
         dropout_seed: as in `attention`.
         deterministic: as in `attention`.
+        batch_invariant: as in `attention`.
         precision: as in `attention`.
         q_descale: as in `attention`.
         k_descale: as in `attention`.
@@ -238,7 +263,8 @@ def attention_varlen(
         Unsupported: no backend can run the call.
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend, precision, q_descale, k_descale, v_descale)  # fmt: skip
+                      dropout_seed, deterministic, batch_invariant, backend, precision, q_descale, k_descale,
+                      v_descale)  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _respond(q, k, v, options, packing, return_lse, return_max_logits)
 
@@ -341,6 +367,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
     deterministic: bool | None = None
+    batch_invariant: bool | None = None
     backend: str | None = None
     precision: str | None = None
     q_descale: Tensor | None = None
@@ -387,8 +414,8 @@ def _answer(
     )
     if not torch.compiler.is_compiling() and plain and _on_device(cu_q, cu_k):
         numbers = (
-            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic), o.backend, o.precision,
-            *_forced.now(),
+            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic),
+            _invariant(o.batch_invariant), o.backend, o.precision, *_forced.now(),
         )  # fmt: skip
         key = warm.key_of((q, k, v, o.sinks, cu_q, cu_k), numbers)
         if key is not None:
@@ -448,6 +475,7 @@ def prepare(
     )
     mods = _mods(o)
     validate.score_args(mods, full, q.device)
+    invariant = _invariant(o.batch_invariant)
     facts = Facts(
         scale=None if o.scale is None else constant(o.scale),
         left=seen.left,
@@ -456,12 +484,13 @@ def prepare(
         block=None if seen.blocks is None else seen.blocks.block,
         mods=tuple(register(mod) for mod in mods),
         dropout_p=constant(o.dropout_p),
-        deterministic=_deterministic(o.deterministic),
+        deterministic=_deterministic(o.deterministic) or invariant,
         dtype=_out_dtype(q, shard),
         shard=shard,
         backend=_backend(o.backend or _forced.backend),
         plan=_forced.plan,
         precision=precision,
+        batch_invariant=invariant,
     )
     return Call(
         q=q,
@@ -532,6 +561,11 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else bool(asked)
+
+
+def _invariant(asked: bool | None) -> bool:
+    asked = _forced.batch_invariant if asked is None else asked
+    return _everywhere if asked is None else bool(asked)
 
 
 def _backend(name: str | None) -> str | None:

@@ -43,7 +43,8 @@ def attention_decode(
         max_seqlen_q: the longest sequence of queries, with cu_seqlens_q.
         causal: as in `attention`, aligned to each sequence's last key.
         return_lse: also return LSE (B, H, Lq), or (H, Tq).
-        options: window, mask (Causal, Window, an int Prefix), scale, softcap, alibi_slopes, score_mod, sinks, backend.
+        options: window, mask (Causal, Window, an int Prefix), scale, softcap, alibi_slopes, score_mod, sinks,
+            batch_invariant, backend.
 
     Returns:
         out (B, Lq, H, E) or (Tq, H, E), or (out, lse).

@@ -70,6 +70,7 @@ class Facts(NamedTuple):
     shard: bool = False  # part of a larger attention: in the backward, LSE is the whole's
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()  # a forced plan
+    batch_invariant: bool = False
     precision: str | None = None  # "fp8": products of e4m3 numbers
 
     def encode(self) -> str:
@@ -241,6 +242,7 @@ class Problem:
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     statistic: str = ""  # one of STATISTICS
     fp8: Literal["", "products", "cache"] = (
         ""  # what is in e4m3: all operands, or keys and values in a cache
@@ -268,6 +270,7 @@ class Problem:
             "sinks": self.sinks,
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
+            "batch invariance": self.batch_invariant,
             self.statistic: bool(self.statistic),
             FP8_PRODUCTS: self.fp8 == "products",
             FP8_CACHE: self.fp8 == "cache",
@@ -346,6 +349,7 @@ def describe(
         sinks=x.sinks is not None,
         dropout=facts.dropout_p > 0,
         deterministic=facts.deterministic,
+        batch_invariant=facts.batch_invariant,
         statistic=statistic,
         fp8="products" if facts.precision else "" if x.k_scale is None else "cache",
     )
@@ -355,6 +359,18 @@ def refuse_unknown(p: Problem, knows: frozenset[str]) -> str | None:
     """The refusal of a backend that knows these features only: a new feature is refused until it is learnt."""
     unknown = sorted(p.features() - knows)
     return f"does not know {', '.join(unknown)}" if unknown else None
+
+
+def refuse_variance(p: Problem) -> str | None:
+    """What no backend can keep from depending on the rest of a batch."""
+    if p.batch_invariant and p.dropout:
+        return "drops weights by a sequence's place in the batch, so dropout is not batch-invariant"
+    if p.batch_invariant and p.blocks:
+        return "cuts keys by a BlockSparse's lists, not by their positions, so it is not batch-invariant"
+    if p.batch_invariant and (p.statistic or p.mod_grads or p.fp8):
+        what = p.statistic or ("FP8" if p.fp8 else "gradients of score mods' arguments")
+        return f"does not know batch-invariant {what}"
+    return None
 
 
 def refuse_backward(p: Problem) -> str | None:
@@ -378,7 +394,7 @@ FEATURES = frozenset(
     for name in Problem(
         device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
         layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
-        bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True, deterministic=True,
+        bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True, deterministic=True, batch_invariant=True,
         statistic=statistic,
     ).features()
 )  # fmt: skip

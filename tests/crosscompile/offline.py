@@ -54,7 +54,7 @@ class Recorder:
         self.arch, self.only = arch, only
         self.built: list[Built] = []
 
-    def __call__(self, kernel: Any, grid: int, plan: Any, *args: Any) -> None:
+    def __call__(self, kernel: Any, grid: int, plan: Any, *args: Any, fusion: bool = True) -> None:
         if self.only not in (None, kernel.fn.__name__):
             return
         before = driver._active
@@ -62,7 +62,7 @@ class Recorder:
         try:
             compiled = kernel.run(
                 *args, grid=(grid,), warmup=True, num_warps=plan.warps, num_stages=plan.stages,
-                enable_fp_fusion=True,
+                enable_fp_fusion=fusion,
             )  # fmt: skip
         finally:
             driver._active = before

@@ -15,7 +15,15 @@ pytest.importorskip("numpy")
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", ["suite", "decode_suite", "statistics_suite", "tables_suite", "quant_suite"]
+    "name",
+    [
+        "suite",
+        "decode_suite",
+        "statistics_suite",
+        "tables_suite",
+        "quant_suite",
+        "invariance_suite",
+    ],
 )
 def test_kernels_in_the_interpreter(name: str) -> None:
     suite = Path(__file__).parent / f"{name}.py"

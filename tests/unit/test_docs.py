@@ -46,8 +46,8 @@ def test_pages_run(page) -> None:
         torch.testing.assert_close(torch.cat(names["sides"], -1), names["received"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "README.es.md"])
-def test_readme_blocks(page) -> None:
+@pytest.mark.parametrize("page", ["README.md", "README.es.md", "docs/batch-invariance.md"])
+def test_blocks(page) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks

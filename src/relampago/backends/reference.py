@@ -36,6 +36,8 @@ class Reference:
     name = "reference"
 
     def why_not(self, p: Problem) -> str | None:
+        if p.batch_invariant:
+            return "takes products of whole matrices, whose rounding depends on their sizes"
         return refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:

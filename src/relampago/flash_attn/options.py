@@ -98,7 +98,12 @@ def fp8_scales(
         simple: whether the call has nothing that FP8's kernel does not know.
     """
     eights = all(t.dtype == torch.float8_e4m3fn for t in (q, k, v))
-    if not (simple and eights and Device.of(q.device).arch == "sm90" and q.shape[-1] <= 256 >= v.shape[-1]):
+    if not (
+        simple
+        and eights
+        and Device.of(q.device).arch == "sm90"
+        and q.shape[-1] <= 256 >= v.shape[-1]
+    ):
         return None
     given = [scale for scale in descales if scale is not None]
     batch = given[0].shape[0] if given else q.shape[0]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from relampago.backends.cpu.backward import backward
-from relampago.backends.cpu.forward import forward
+from relampago.backends.cpu.forward import FREE, forward
+from relampago.backends.cpu.invariant import way
 from relampago.backends.cpu.statistics import column_sums, row_statistics
 from relampago.plan import Plan, first_match
 from relampago.problem import (
@@ -21,6 +22,7 @@ from relampago.problem import (
     Wanted,
     refuse_backward,
     refuse_unknown,
+    refuse_variance,
 )
 from relampago.quant import emulation
 
@@ -33,17 +35,20 @@ class Cpu:
     def why_not(self, p: Problem) -> str | None:
         if p.device.kind != "cpu":
             return f"runs on cpu tensors only, got {p.device.kind}"
-        return refuse_unknown(p, FEATURES | {FP8_PRODUCTS, FP8_CACHE}) or refuse_backward(p)
+        known = FEATURES | {FP8_PRODUCTS, FP8_CACHE}
+        return refuse_unknown(p, known) or refuse_variance(p) or refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
-        return first_match(("cpu",), f"cpu.{p.direction}", p)
+        kernel = "invariant" if p.batch_invariant else p.direction
+        return first_match(("cpu",), f"cpu.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # threads and their buffers know no inference mode
-            return emulation.run(x, lambda lowered: forward(lowered, plan))
+            chosen = way(plan) if p.batch_invariant else FREE
+            return emulation.run(x, lambda lowered: forward(lowered, plan, chosen))
 
     def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
         with torch.inference_mode(False), torch.no_grad():
@@ -64,4 +69,5 @@ class Cpu:
         wanted: Wanted,
     ) -> Grads:
         with torch.inference_mode(False), torch.no_grad():
-            return backward(x, plan, saved, dout, dlse, wanted)
+            how = way(plan) if p.batch_invariant else FREE
+            return backward(x, plan, saved, dout, dlse, wanted, how)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from relampago.backends.cpu import threads
-from relampago.backends.cpu.forward import head_ranges, rows_per_tile, worth_fast
+from relampago.backends.cpu.forward import Way, head_ranges, rows_per_tile, worth_fast
 from relampago.backends.cpu.precision import fast_fp32
 from relampago.backends.cpu.tables import Tables, Task, through_mods
-from relampago.backends.cpu.tile import LOG2E, Heads, Panel, Slab, Tile, scratch
+from relampago.backends.cpu.tile import LOG2E, Heads, Panel, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted, accumulate_dtype
 
@@ -36,11 +36,17 @@ class Sums(NamedTuple):
 
 
 def backward(
-    x: Arrays, plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+    x: Arrays,
+    plan: Plan,
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+    way: Way,
 ) -> Grads:
     """The gradients by `wanted`, in the inputs' dtypes or in x.out_dtype."""
-    heads = [h for b in range(x.batch) for h in ranges(x, b, plan)]
-    parts = max(1, -(-torch.get_num_threads() // max(1, len(heads))))
+    heads = [h for b in range(x.batch) for h in ranges(x, b, plan, way)]
+    parts = 1 if way.fixed else max(1, -(-torch.get_num_threads() // max(1, len(heads))))
     dtype = accumulate_dtype(x.q.dtype)
     kv_dtype = dtype if parts > 1 else x.out_dtype
     blank = torch.empty if x.cu_q is None else torch.zeros  # rows of no sequence have gradient 0
@@ -53,11 +59,13 @@ def backward(
         Tables(x, wanted, dtype),
     )
     tasks = [Task(h, part) for h in heads for part in range(parts)]
-    with fast_fp32(worth_fast(x)):
+    in_turn = sums.dbias is not None and shared(x)
+    with fast_fp32(worth_fast(x, way)):
         threads.run(
-            lambda task: differentiate(x, plan, task, parts, saved, dout, dlse, sums),
+            lambda task: differentiate(x, plan, way, task, parts, saved, dout, dlse, sums),
             tasks,
-            serial=sums.dbias is not None and shared(x),
+            serial=in_turn,
+            pooled=way.fixed,
         )
     return Grads(
         sums.dq,
@@ -69,9 +77,9 @@ def backward(
     )
 
 
-def ranges(x: Arrays, b: int, plan: Plan) -> list[Heads]:
+def ranges(x: Arrays, b: int, plan: Plan, way: Way) -> list[Heads]:
     """The kv heads of a sequence, in tasks that own their dK and dV: always with their whole group."""
-    found = head_ranges(x, b, *x.lengths(b), plan)
+    found = head_ranges(x, b, *x.lengths(b), plan, way)
     return sorted({h._replace(r0=0, r1=x.group) for h in found})
 
 
@@ -85,6 +93,7 @@ def shared(x: Arrays) -> bool:
 def differentiate(
     x: Arrays,
     plan: Plan,
+    way: Way,
     task: Task,
     parts: int,
     saved: Saved,
@@ -96,21 +105,22 @@ def differentiate(
     per_head = x.blocks is not None and x.blocks.count.shape[1] > 1
     whole = task.heads
     groups = [whole._replace(r0=r, r1=r + 1) for r in range(x.group)] if per_head else [whole]
-    slab = Slab(x, whole)
+    slab = way.slab(x, whole)
     g, len_k = slab.k.shape[:2]
-    dk = scratch("dk", (g, len_k, slab.k.shape[2]), slab.dtype).zero_()
-    dv = scratch("dv", (g, len_k, slab.v.shape[2]), slab.dtype).zero_()
+    room = slab.room()
+    dk = scratch("dk", (g, room, slab.k.shape[2]), slab.dtype).zero_()
+    dv = scratch("dv", (g, room, slab.v.shape[2]), slab.dtype).zero_()
     for heads in groups:
-        slab = Slab(x, heads)
+        slab = way.slab(x, heads)
         step = rows_per_tile(x, heads, plan)
         for i, p0 in enumerate(range(0, slab.q.shape[0], step)):
             if i % parts == task.part:
-                tile = Tile(slab, p0, min(p0 + step, slab.q.shape[0]))
+                tile = way.tile(slab, p0, min(p0 + step, slab.q.shape[0]))
                 tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
     dk.mul_(x.scale)
     for gradient, target in ((dk, sums.dk), (dv, sums.dv)):
         view = target[task.part][slab.cols][:, whole.g0 : whole.g1]
-        view.copy_(gradient.transpose(0, 1))
+        view.copy_(gradient[:, :len_k].transpose(0, 1))
 
 
 def tile_gradients(
@@ -129,14 +139,14 @@ def tile_gradients(
     q = tile.queries()  # [g, l·R, D]
     do = tile.pack(slab.queries_of(dout))  # [g, l·R, E]
     out = tile.pack(slab.queries_of(saved.out))
-    lse = tile.pack_lse(slab.lse_of(saved.lse))  # [g, l·R, 1]
+    lse = tile.pack_lse(slab.lse_of(saved.lse), -math.inf)  # [g, l·R, 1]
     delta = (do * out).sum(-1, keepdim=True)  # line 4
     if dlse is not None:
         delta = delta - tile.pack_lse(slab.lse_of(dlse))
     shift = torch.where(lse == -math.inf, math.inf, lse) * (LOG2E if slab.base2 else 1.0)
     normaliser = renormalised(tile, plan, q, shift)
     # Products that only add up may take bf16 operands, at twice the rate: q, k and dO are bf16 already.
-    narrow = torch.bfloat16 if slab.x.q.dtype == torch.bfloat16 else slab.dtype
+    narrow = slab.narrow
     q_narrow, do_narrow = tile.pack(slab.q).to(narrow), do.to(narrow)
     dq = torch.zeros_like(q)
     for panel in tile.panels(plan.block_k):
@@ -147,30 +157,28 @@ def tile_gradients(
         if normaliser is not None:
             p.mul_(normaliser)
         keep = tile.kept(panel)
-        add_product(
-            dv, panel, rounded(p if keep is None else p * keep, narrow), do_narrow
-        )  # line 13
-        dp = scratch("dp", p.shape, p.dtype)
-        torch.bmm(do, v.transpose(1, 2), out=dp)  # line 14
+        weights = rounded(p if keep is None else p * keep, narrow)
+        tile.add_keys(dv, panel, weights, do_narrow)  # line 13
+        dp = tile.products("dp", do, v)  # line 14
         if keep is not None:
             dp.mul_(keep)
         ds = dp.sub_(delta).mul_(p)  # line 15
         if sums.dbias is not None:
             target = tile.part(sums.dbias, panel)
-            addition = ds.view(*tile.shape, panel.size).sum_to_size(target.shape)
+            addition = tile.grid(ds)[..., : panel.size].sum_to_size(target.shape)
             add_to_part(tile, sums.dbias, panel, addition)
         if steps:
-            through_mods(tile, steps, panel, ds, sums.dargs, task)
+            through_mods(tile, steps, tile.wide(panel), ds, sums.dargs, task)
         ds = rounded(ds, narrow)
         k = slab.take("k narrow", slab.k, panel, narrow) if k.dtype != narrow else k
-        add(dq, ds, k)  # line 16
-        add_product(dk, panel, ds, q_narrow)  # line 17
+        tile.add_rows(dq, ds, k)  # line 16
+        tile.add_keys(dk, panel, ds, q_narrow)  # line 17
     tile.unpack(dq.mul_(slab.x.scale), slab.queries_of(sums.dq))
     if sums.dsinks is not None and (sink := tile.sink()) is not None:
         weight = tile.power_(sink - shift)
         if normaliser is not None:
             weight.mul_(normaliser)
-        lost = (weight * delta).view(tile.shape).sum(1)  # [g, R]
+        lost = tile.grid(weight * delta).sum((1, 3))  # [g, R]
         h = slab.heads
         target = sums.dsinks[h.b, task.part].unflatten(0, (-1, slab.x.group))
         target[h.g0 : h.g1, h.r0 : h.r1] -= lost
@@ -187,7 +195,7 @@ def renormalised(tile: Tile, plan: Plan, q: Tensor, shift: Tensor) -> Tensor | N
     total = torch.zeros_like(shift)
     for panel in tile.panels(plan.block_k):
         s = tile.scores(q, tile.slab.take("k", tile.slab.k, panel), panel)
-        total += tile.power_(s.sub_(shift)).sum(-1, keepdim=True)
+        total += tile.sums(tile.power_(s.sub_(shift)))
     if (sink := tile.sink()) is not None:
         total += tile.power_(sink - shift)
     return torch.where(huge & (total > 0), 1 / total, 1.0)
@@ -196,22 +204,6 @@ def renormalised(tile: Tile, plan: Plan, q: Tensor, shift: Tensor) -> Tensor | N
 def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in dtype."""
     return t if t.dtype == dtype else scratch("rounded", t.shape, dtype).copy_(t)
-
-
-def add(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a·b to target, which may be of a wider dtype."""
-    if a.dtype == target.dtype:
-        target.baddbmm_(a, b)
-    else:
-        target.add_(torch.bmm(a, b, out=scratch("product", target.shape, a.dtype)))
-
-
-def add_product(target: Tensor, panel: Panel, a: Tensor, b: Tensor) -> None:
-    """Add aᵀ·b to the rows of target [g, Lk, D] that a panel's keys name."""
-    if isinstance(panel.keys, slice):
-        add(target[:, panel.keys], a.transpose(1, 2), b)
-    else:
-        target.index_add_(1, panel.keys, torch.bmm(a.transpose(1, 2), b).to(target.dtype))
 
 
 def add_to_part(tile: Tile, dbias: Tensor, panel: Panel, addition: Tensor) -> None:

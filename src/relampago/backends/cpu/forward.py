@@ -31,7 +31,16 @@ class Task(NamedTuple):
     p1: int
 
 
-def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
+class Way(NamedTuple):
+    """How tiles are worked on: `FREE`, or batch-invariant (see `invariant.py`)."""
+
+    slab: Callable[[Arrays, Heads], Slab]
+    tile: Callable[[Slab, int, int], Tile]
+    attend: Callable[[Tile, Plan, Tensor, Tensor], Tensor | None]
+    fixed: bool  # the way does not depend on what else the call holds, nor on the number of threads
+
+
+def forward(x: Arrays, plan: Plan, way: Way) -> tuple[Tensor, Tensor]:
     """Out, shaped like q with the head dim of v, and LSE."""
     rows = x.q.shape[:-1]
     out = x.q.new_empty(*rows, x.v.shape[-1], dtype=x.out_dtype)
@@ -40,29 +49,29 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     if x.cu_q is not None:  # rows that belong to no sequence
         out[int(x.cu_q[-1]) :] = 0
         lse[:, int(x.cu_q[-1]) :] = -math.inf
-    tops = over_tiles(x, plan, lambda tile: attend(tile, plan, out, lse))
+    tops = over_tiles(x, plan, way, lambda tile: way.attend(tile, plan, out, lse))
     if x.max_logits is not None:
         raise_to(x.max_logits, tops, x.group)
     return out, lse
 
 
 def over_tiles(
-    x: Arrays, plan: Plan, work: Callable[[Tile], Tensor | None]
+    x: Arrays, plan: Plan, way: Way, work: Callable[[Tile], Tensor | None]
 ) -> list[tuple[Heads, Tensor]]:
     """Do the work on every tile; what it returns, with its heads."""
     # Head by head, since a thread keeps a head's keys; heaviest first, so that under causal a light one comes last.
-    tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))
+    tasks = sorted(cut(x, plan, way), key=lambda task: (task.heads, -task.p1))
     slabs: dict[Heads, Slab] = {}
     found: list[tuple[Heads, Tensor]] = []
 
     def one(task: Task) -> None:
-        slab = slabs.get(task.heads) or slabs.setdefault(task.heads, Slab(x, task.heads))
-        result = work(Tile(slab, task.p0, task.p1))
+        slab = slabs.get(task.heads) or slabs.setdefault(task.heads, way.slab(x, task.heads))
+        result = work(way.tile(slab, task.p0, task.p1))
         if result is not None:
             found.append((task.heads, result))
 
-    with fast_fp32(worth_fast(x)):
-        threads.run(one, tasks)
+    with fast_fp32(worth_fast(x, way)):
+        threads.run(one, tasks, pooled=way.fixed)
     return found
 
 
@@ -108,14 +117,22 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> Tensor | None:
         l = q.new_zeros(*q.shape[:2], 1)
     if acc is None:
         acc = q.new_zeros(*q.shape[:2], slab.v.shape[-1])
-    tile.divide(acc, l.clamp(min=TINY), slab.queries_of(out))  # line 12
-    if m is None:
-        total = l.log_()
-    else:  # line 13
-        total = l.log2_().add_(m).mul_(LN2) if slab.base2 else l.log_().add_(m)
-    target = slab.lse_of(lse)[:, :, tile.p0 : tile.p1]
-    target.copy_(total.view(tile.shape).transpose(1, 2))
+    store(tile, acc, l, m, out, lse)
     return tile.natural(top.view(tile.shape).amax(1)) if asked and top is not None else None
+
+
+FREE = Way(Slab, Tile, attend, False)
+
+
+def store(tile: Tile, acc: Tensor, l: Tensor, m: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Algorithm 1, lines 12 and 13: out = acc / l, and LSE; l is used up."""
+    slab = tile.slab
+    tile.divide(acc, l.clamp(min=TINY), slab.queries_of(out))
+    total = l.log2_() if slab.base2 else l.log_()
+    total = total if m is None else total.add_(m)
+    total = total.mul_(LN2) if slab.base2 else total
+    target = slab.lse_of(lse)[:, :, tile.p0 : tile.p1]
+    target.copy_(tile.grid(total).squeeze(-1).transpose(1, 2))
 
 
 def raise_to(max_logits: Tensor, tops: list[tuple[Heads, Tensor]], group: int) -> None:
@@ -143,17 +160,17 @@ def finite(m: Tensor) -> Tensor:
     return torch.where(m == -math.inf, 0.0, m)
 
 
-def worth_fast(x: Arrays) -> bool:
-    """The fast fp32 product loses on few rows, as in decoding."""
-    return x.len_q * x.group >= FEW and x.q.dtype != torch.float64
+def worth_fast(x: Arrays, way: Way) -> bool:
+    """The fast fp32 product loses on few rows, as in decoding, unless keys are first put in order."""
+    return (way.fixed or x.len_q * x.group >= FEW) and x.q.dtype != torch.float64
 
 
-def cut(x: Arrays, plan: Plan) -> list[Task]:
+def cut(x: Arrays, plan: Plan, way: Way) -> list[Task]:
     """All tiles of queries. Short sequences put several kv heads in one task, so that its products are not tiny."""
     tasks = []
     for b in range(x.batch):
         len_q, len_k = x.lengths(b)
-        for heads in head_ranges(x, b, len_q, len_k, plan):
+        for heads in head_ranges(x, b, len_q, len_k, plan, way):
             step = rows_per_tile(x, heads, plan)
             tasks += [Task(heads, p, min(p + step, len_q)) for p in range(0, len_q, step)]
     return tasks
@@ -166,7 +183,7 @@ def rows_per_tile(x: Arrays, heads: Heads, plan: Plan) -> int:
     return max(1, plan.block_q // (heads.r1 - heads.r0))
 
 
-def head_ranges(x: Arrays, b: int, len_q: int, len_k: int, plan: Plan) -> list[Heads]:
+def head_ranges(x: Arrays, b: int, len_q: int, len_k: int, plan: Plan, way: Way) -> list[Heads]:
     """The kv heads of a sequence, in tasks; a BlockSparse with lists per head takes query heads one by one."""
     kv_heads = x.k.shape[-2]
     if x.blocks is not None and x.blocks.count.shape[1] > 1:
@@ -176,7 +193,7 @@ def head_ranges(x: Arrays, b: int, len_q: int, len_k: int, plan: Plan) -> list[H
     fit = max(SCORES, plan.block_q * plan.block_k) // max(1, cells)
     # Leave every thread something to do; but few rows make few large operators, whose work torch's own threads share.
     few = len_q * x.group < FEW
-    share = kv_heads if few else -(-kv_heads * x.batch // workers)
+    share = kv_heads if few and not way.fixed else -(-kv_heads * x.batch // workers)
     reach = len_k if x.band_of(b).left is None else min(len_k, plan.block_k)
     hold = kv_heads if few else HELD // max(1, reach * max(x.k.shape[-1], x.v.shape[-1]))
     step = max(1, min(fit, share, hold, kv_heads))

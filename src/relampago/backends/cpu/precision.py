@@ -31,7 +31,7 @@ def fast_fp32(wanted: bool = True) -> Iterator[None]:
         return
     with _lock:
         if _users == 0:
-            _before = _get()
+            _before = current()
             _set("bf16")
         _users += 1
     try:
@@ -56,7 +56,7 @@ def available() -> bool:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator) for _ in range(2))
     exact = a[:, :64].double() @ b[:64].double()
-    before = _get()
+    before = current()
     plain = _seconds(a, b)
     try:
         _set("bf16")
@@ -76,7 +76,8 @@ def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
     return best
 
 
-def _get() -> str:
+def current() -> str:
+    """How fp32 products are computed now, by torch's name."""
     return torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 
 

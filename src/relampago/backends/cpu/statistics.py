@@ -12,7 +12,14 @@ from torch import Tensor
 
 from relampago.backends.cpu import threads
 from relampago.backends.cpu.backward import ranges, renormalised
-from relampago.backends.cpu.forward import finite, over_tiles, raise_to, rows_per_tile, worth_fast
+from relampago.backends.cpu.forward import (
+    FREE,
+    finite,
+    over_tiles,
+    raise_to,
+    rows_per_tile,
+    worth_fast,
+)
 from relampago.backends.cpu.precision import fast_fp32
 from relampago.backends.cpu.tables import Task
 from relampago.backends.cpu.tile import LOG2E, Slab, Tile, scratch
@@ -37,7 +44,7 @@ def row_statistics(x: Arrays, plan: Plan, last: int) -> RowStatistics:
             tile = Tile(tile.slab, first, tile.p1)
         return describe_rows(tile, plan, found)
 
-    tops = over_tiles(x, plan, describe)
+    tops = over_tiles(x, plan, FREE, describe)
     raise_to(found.max_logits, tops, x.group)
     return found
 
@@ -103,7 +110,7 @@ def column_sums(x: Arrays, plan: Plan, lse: Tensor, last: int) -> Tensor:
     whole = [h for b in range(x.batch) for h in ranges(x, b, plan)]
     parts = max(1, -(-torch.get_num_threads() // max(1, len(whole))))
     sums = x.q.new_zeros((parts, *shape), dtype=dtype)
-    with fast_fp32(worth_fast(x)):
+    with fast_fp32(worth_fast(x, FREE)):
         threads.run(
             lambda share: receive(x, plan, share, parts, lse, last, sums[share.part]),
             [Task(h, part) for h in whole for part in range(parts)],

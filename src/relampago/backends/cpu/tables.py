@@ -72,7 +72,7 @@ def through_mods(
 
     `steps` holds each mod's input, as `Tile.scores` filled it.
     """
-    grid = ds.view(*tile.shape, panel.size)
+    grid = tile.grid(ds)
     for step, (rule, arguments) in reversed(list(zip(steps, tile.mods(panel), strict=True))):
         for argument, darg in zip(arguments, rule.dargs, strict=True):
             table = tables.of(task, argument) if isinstance(argument, Argument) else None

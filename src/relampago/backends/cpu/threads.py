@@ -23,11 +23,21 @@ _pool: ThreadPoolExecutor | None = None
 _size = 0
 
 
-def run(fn: Callable[[Task], None], tasks: Iterable[Task], *, serial: bool = False) -> None:
-    """Call fn on every task, on as many threads as torch uses; in order and on this thread if serial."""
+def run(
+    fn: Callable[[Task], None],
+    tasks: Iterable[Task],
+    *,
+    serial: bool = False,
+    pooled: bool = False,
+) -> None:
+    """Call fn on every task, on as many threads as torch uses.
+
+    In order and on this thread if serial. A single task stays on this thread too, whose operators may use several,
+    unless pooled.
+    """
     waiting = deque(tasks)
     workers = torch.get_num_threads()
-    if serial or workers == 1 or len(waiting) < 2:
+    if serial or workers == 1 or len(waiting) < (1 if pooled else 2):
         for task in waiting:
             fn(task)
         return

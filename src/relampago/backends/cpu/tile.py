@@ -81,6 +81,15 @@ class Slab:
         self.base2 = not x.mods and x.bias is None
         self._longest_key: float | None = None
 
+    @property
+    def narrow(self) -> torch.dtype:
+        """What the backward's products that only add up take: q, k and dO are bf16 already, at twice the rate."""
+        return torch.bfloat16 if self.x.q.dtype == torch.bfloat16 else self.dtype
+
+    def room(self) -> int:
+        """Keys that a tile's products may reach."""
+        return self.k.shape[1]
+
     def longest_key(self) -> float:
         """The Euclidean length of the longest key; measured once."""
         if self._longest_key is None:
@@ -112,11 +121,17 @@ class Slab:
             part = t[:, panel.keys]
             return scratch(name, part.shape, dtype).copy_(part)
         whole = scratch(f"whole {name}", t.shape, dtype)
-        owner = _scratch.owner.get((name, dtype))
-        if owner is None or owner() is not self:
-            _scratch.owner[name, dtype] = weakref.ref(self)
+        if not self.owns(name, dtype):
             whole.copy_(t)
         return whole if panel.size == t.shape[1] else whole[:, panel.keys]
+
+    def owns(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether this thread's buffer of whole keys holds this slab's; from now on it does."""
+        owner = _scratch.owner.get((name, dtype))
+        if owner is not None and owner() is self:
+            return True
+        _scratch.owner[name, dtype] = weakref.ref(self)
+        return False
 
     def heads_of(self, t: Tensor) -> Tensor:
         """The task's sequence and heads of what broadcasts to (B, H, Lq, Lk): a view [g or 1, R or 1, Lq, Lk]."""
@@ -143,14 +158,14 @@ class Tile:
         """Write packed rows [g, l·R, D] to a view [Lq, g, R, D]."""
         into[self.p0 : self.p1] = packed.unflatten(1, self.shape[1:]).transpose(0, 1)
 
-    def pack_lse(self, lse: Tensor) -> Tensor:
-        """This tile's rows of a view [g, R, Lq] as [g, l·R, 1]."""
+    def pack_lse(self, lse: Tensor, beyond: float = 0.0) -> Tensor:
+        """This tile's rows of a view [g, R, Lq] as [g, l·R, 1]; `beyond` fills rows that a subclass adds."""
         return lse[:, :, self.p0 : self.p1].transpose(1, 2).reshape(self.g, -1, 1)
 
     def divide(self, acc: Tensor, l: Tensor, into: Tensor) -> None:
         """Write packed rows acc / l, [g, l·R, D] and [g, l·R, 1], to a view [Lq, g, R, D]."""
         rows = into[self.p0 : self.p1].transpose(0, 1)  # [g, l, R, D]
-        torch.div(acc.view(rows.shape), l.view(*self.shape, 1), out=rows)
+        torch.div(self.grid(acc), self.grid(l), out=rows)
 
     def queries(self) -> Tensor:
         """Scaled queries [g, l·R, D]; their products with keys are scores, in base 2 where the slab says so."""
@@ -162,6 +177,31 @@ class Tile:
         else:
             packed.copy_(rows).mul_(scale)
         return packed.view(self.g, -1, rows.shape[3])
+
+    def grid(self, t: Tensor) -> Tensor:
+        """Packed rows [g, l·R, n] as [g, l, R, n]: a view."""
+        return t.view(*self.shape, t.shape[-1])
+
+    def products(self, name: str, rows: Tensor, keys: Tensor) -> Tensor:
+        """rows · keysᵀ, [g, l·R, n], in a buffer of this thread."""
+        shape = (*rows.shape[:2], keys.shape[1])
+        return torch.bmm(rows, keys.transpose(1, 2), out=scratch(name, shape, rows.dtype))
+
+    def sums(self, p: Tensor) -> Tensor:
+        """Each row's sum over keys, [g, l·R, 1]."""
+        return p.sum(-1, keepdim=True)
+
+    def add_rows(self, total: Tensor, weights: Tensor, keys: Tensor) -> None:
+        """Add weights · keys to total [g, l·R, D]."""
+        add(total, weights, keys)
+
+    def add_keys(self, total: Tensor, panel: Panel, weights: Tensor, rows: Tensor) -> None:
+        """Add weightsᵀ · rows to the keys of total [g, Lk, D] that a panel names."""
+        if isinstance(panel.keys, slice):
+            add(total[:, panel.keys], weights.transpose(1, 2), rows)
+        else:
+            part = torch.bmm(weights.transpose(1, 2), rows)
+            total.index_add_(1, panel.keys, part.to(total.dtype))
 
     def small(self, q: Tensor) -> bool:
         """Whether no score, in base 2, is beyond ±SMALL: |q·k| <= |q| |k| (Cauchy and Schwarz).
@@ -238,14 +278,15 @@ class Tile:
         self, q: Tensor, k: Tensor, panel: Panel, steps: list[Tensor] | None = None
     ) -> Tensor:
         """Masked scores [g, l·R, n] in a buffer of this thread; the input of each mod is kept in steps, if given."""
-        s = scratch("scores", (q.shape[0], q.shape[1], panel.size), q.dtype)
-        torch.bmm(q, k.transpose(1, 2), out=s)
-        x = self.slab.x
-        if x.mods:
+        s = self.products("scores", q, k)
+        if self.slab.x.mods:
             s = self.modified(s, panel, steps)
-        if x.bias is None and x.mask is None and panel.pattern is None and not panel.edges:
-            return s
-        grid = s.view(*self.shape, panel.size)  # [g, l, R, n]
+        self.mask(self.grid(s), panel)
+        return s
+
+    def mask(self, grid: Tensor, panel: Panel) -> None:
+        """Add the bias to a panel's scores [g, l, R, n], and set what is hidden to -inf."""
+        x = self.slab.x
         if x.bias is not None:
             grid += self.part(x.bias, panel)
         if x.mask is not None:
@@ -254,7 +295,6 @@ class Tile:
             grid.masked_fill_(~panel.pattern[:, None], -math.inf)
         for a, b in panel.edges:
             self.hide(grid, panel, a, b)
-        return s
 
     def hide(self, grid: Tensor, panel: Panel, a: int, b: int) -> None:
         """Set what the band hides in columns a..b of a panel's scores [g, l, R, n] to -inf."""
@@ -308,7 +348,7 @@ class Tile:
 
     def apply(self, fn: Callable, s: Tensor, panel: Panel, arguments: list) -> Tensor | float:
         """A mod's function on scores [g, l·R, n]: [g, l, R, n], or what broadcasts to it."""
-        place, grid = self.row() + self.slab.band.offset, s.view(*self.shape, panel.size)
+        place, grid = self.row() + self.slab.band.offset, self.grid(s)
         return fn(grid, place, columns(panel), self.head(), values(arguments), TORCH_MATH)
 
     def modified(self, s: Tensor, panel: Panel, steps: list[Tensor] | None) -> Tensor:
@@ -318,8 +358,12 @@ class Tile:
                 steps.append(s)
             found = self.apply(rule.fn, s, panel, arguments)
             assert isinstance(found, Tensor)
-            s = found.reshape(s.shape)
+            s = found.flatten(1, 2)
         return s.clone() if steps and s is steps[-1] else s
+
+    def wide(self, panel: Panel) -> Panel:
+        """The keys that functions are called with: the panel's."""
+        return panel
 
     def kept(self, panel: Panel) -> Tensor | None:
         """The dropout factors 0 or 1 / (1 - p), [g, l·R, n]; None without dropout."""
@@ -346,6 +390,14 @@ class Tile:
         part = sinks.unflatten(0, (-1, self.slab.x.group))[h.g0 : h.g1, h.r0 : h.r1]  # [g, R]
         rows = part[:, None].expand(*self.shape).reshape(self.g, -1, 1).to(self.slab.dtype)
         return rows * LOG2E if self.slab.base2 else rows
+
+
+def add(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a·b to target, which may be of a wider dtype."""
+    if a.dtype == target.dtype:
+        target.baddbmm_(a, b)
+    else:
+        target.add_(torch.bmm(a, b, out=scratch("product", target.shape, a.dtype)))
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,12 +22,14 @@ from relampago.problem import (
     FP8_CACHE,
     Arrays,
     Grads,
+    Layout,
     Problem,
     RowStatistics,
     Saved,
     Wanted,
     refuse_backward,
     refuse_unknown,
+    refuse_variance,
 )
 
 AMD = ("gfx942", "gfx950")
@@ -56,6 +59,7 @@ class Triton:
             self._refuse_machine(p)
             or self._refuse_shape(p)
             or refuse_unknown(p, FEATURES | {FP8_CACHE})
+            or refuse_variance(p)
             or self._refuse_fp8(p)
             or refuse_backward(p)
             or self._refuse_mods(p)
@@ -67,6 +71,7 @@ class Triton:
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
         kernel = "decode" if applies(p) else kernel
         kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
+        p = canonical(p) if p.batch_invariant else p
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
@@ -74,7 +79,7 @@ class Triton:
         from relampago.backends.triton.forward import forward
 
         with _on(x.q.device):
-            return decode(x, plan) if applies(p) else forward(x, plan)
+            return decode(x, plan) if applies(p) else forward(x, plan, p.batch_invariant)
 
     def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
         from relampago.backends.triton.statistics import row_statistics
@@ -114,6 +119,8 @@ class Triton:
         return None if _installed() else "triton is not installed"
 
     def _refuse_shape(self, p: Problem) -> str | None:
+        if p.batch_invariant and p.direction == "backward":
+            return "knows batch invariance forward only"
         if p.dtype not in ("bf16", "fp16", "fp32"):
             return f"knows bf16, fp16 and fp32, got {p.dtype}"
         if p.dim > 576 or (p.dim > 512 and p.dim_v > 512) or p.dim_v > 512:
@@ -149,6 +156,11 @@ class Triton:
                 if (reason := refuse_function(fn)) is not None:
                     return reason
         return None
+
+
+def canonical(p: Problem) -> Problem:
+    """The problem whose tiles all batches, lengths and layouts share."""
+    return replace(p, batch=1, len_q=4096, len_k=4096, layout_q=Layout.DENSE, layout_k=Layout.DENSE)
 
 
 @functools.lru_cache(maxsize=64)

@@ -294,7 +294,8 @@ def applies(p: Problem) -> bool:
     """Whether this kernel is the better choice: a forward of few queries, or not quite so few against many keys."""
     long = p.layout_k is not Layout.DENSE or p.len_k >= LONG * p.len_q
     few = p.len_q <= QUERIES or (long and p.len_q * p.heads_q <= ROWS * max(1, p.heads_kv))
-    simple = p.direction == "forward" and not (p.blocks or p.dropout or p.statistic)
+    odd = p.blocks or p.dropout or p.statistic or p.batch_invariant
+    simple = p.direction == "forward" and not odd
     return few and simple and Layout.RAGGED not in (p.layout_q, p.layout_k)
 
 

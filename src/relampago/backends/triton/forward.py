@@ -146,9 +146,13 @@ def attend(
     q, k, v, kb1, kb2, vb1, vb2, out, lse, top, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, RESUME: tl.constexpr,
+    PRECISION: tl.constexpr, RESUME: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: Algorithm 1, lines 4 to 15. RESUME: go on from the out and LSE of other keys."""
+    """One tile of queries: Algorithm 1, lines 4 to 15. RESUME: go on from the out and LSE of other keys.
+
+    If FIXED, keys come in order and every tile takes the same code, so that a row's bits depend on its own sequence
+    alone: tiles begin at multiples of BK, and one that is hidden from a row adds exact zeros to it.
+    """
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(out, lse, lay, size, so, sl, tile, head, b, float("-inf"), E, E1, E2, BQ)
@@ -186,6 +190,8 @@ def attend(
             acc2 = load_tile(there, q0, q_end, so.l, E, E1, E2, BQ, True) * undrop
     if sparse is None:
         start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
+        if FIXED:  # no tile is free of masks
+            full_start, full_end = 0, 0
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         turn, steps = turn_of(tile, full, full_end, BK)
         for i in tl.range(0, steps):  # line 6, without masks
@@ -265,16 +271,19 @@ def cut_keys(x: Arrays, plan: Plan) -> tuple[int, int]:
     return cut(x.len_k, plan.block_k, None if x.block is None else x.block[1])
 
 
-def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
-    """Start a kernel on the current device. Scaling and subtracting a score must be one instruction, as by default."""
+def launch(kernel: Any, grid: int, plan: Plan, *args: Any, fusion: bool = True) -> None:
+    """Start a kernel on the current device. Scaling and subtracting a score must be one instruction, as by default.
+
+    Without fusion a compiler has no choice of which products and sums to round together.
+    """
     kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=fusion,
     )  # fmt: skip
 
 
-def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Out, shaped like q with the head dim of v, and LSE."""
+def forward(x: Arrays, plan: Plan, fixed: bool = False) -> tuple[Tensor, Tensor]:
+    """Out, shaped like q with the head dim of v, and LSE; batch-invariant if fixed."""
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     dim, dim_v = q.shape[-1], v.shape[-1]
     out, lse = x.into or (
@@ -289,13 +298,13 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
         return x.into or (out.zero_(), lse.fill_(float("-inf")))
     is_natural = A.natural(x)
     boxes = A.NO_BOXES
-    if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
+    if plan.tma and not fixed and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
     launch(
         attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits,
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
         A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band),
         A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,
-        block_k, is_natural, precision(x), x.into is not None,
+        block_k, is_natural, precision(x), x.into is not None, fixed, fusion=not fixed,
     )  # fmt: skip
     return out, lse

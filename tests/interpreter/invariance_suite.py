@@ -1,0 +1,35 @@
+"""Batch invariance of the Triton kernels on tiny problems, run by `test_interpreter.py` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
+
+from interpreter import exact
+from unit.invariance import Batch
+
+import relampago as rl
+from relampago.plan import Plan
+
+exact.patch()
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("seed", "window"), [(206, (3, 0)), (212, None)])
+def test_a_sequence_has_the_bits_it_has_alone(seed, window) -> None:
+    """Two short sequences, GQA: fp16, and fp32 with sinks and a softcap."""
+    with rl.using(plan=Plan(block_q=16, block_k=4)):
+        Batch(
+            seed, 9, (torch.float32, torch.float16), backend="triton", more={"window": window}
+        ).check()
+
+
+def test_gradients_are_left_to_others() -> None:
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    out = rl.attention(q, q, q, batch_invariant=True, backend="triton")
+    with pytest.raises(rl.Unsupported, match="batch invariance forward only"):
+        out.sum().backward()
