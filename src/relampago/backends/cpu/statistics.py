@@ -107,7 +107,7 @@ def column_sums(x: Arrays, plan: Plan, lse: Tensor, last: int) -> Tensor:
     dtype = accumulate_dtype(x.q.dtype)
     length, heads = x.k.shape[-3], x.q.shape[-2]
     shape = (x.batch, heads, length) if x.cu_k is None else (heads, length)
-    whole = [h for b in range(x.batch) for h in ranges(x, b, plan)]
+    whole = [h for b in range(x.batch) for h in ranges(x, b, plan, FREE)]
     parts = max(1, -(-torch.get_num_threads() // max(1, len(whole))))
     sums = x.q.new_zeros((parts, *shape), dtype=dtype)
     with fast_fp32(worth_fast(x, FREE)):
