@@ -16,6 +16,7 @@ from torch import Tensor
 
 from relampago import validate, warm
 from relampago.cache import KVCache
+from relampago.derivatives import run
 from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
 from relampago.mods import ScoreMod, alibi, constant, register
@@ -24,7 +25,6 @@ from relampago.op import backward_op
 from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
-from relampago.transforms import run
 
 
 class _Forced(threading.local):

@@ -87,7 +87,7 @@ def _move(value: Any, device: Any) -> Any:
         return value.to(device)
     if isinstance(value, ScoreMod):
         args = [(a[0], a[1].to(device)) if isinstance(a, tuple) else a for a in value.args]
-        return ScoreMod(value.fn, value.dfn, args)
+        return ScoreMod(value.fn, value.dfn, args, value.ddfn)
     if isinstance(value, BlockSparse):
         return BlockSparse(
             type(value.blocks)(*(t.to(device) for t in value.blocks)), value.block, value.shape
@@ -118,6 +118,11 @@ def _soft(score, q, k, head, args, math):
 def _soft_slope(score, q, k, head, args, math):
     t = math.tanh(score)
     return 1.0 + args[0] * (1.0 - t * t)
+
+
+def _soft_bend(score, q, k, head, args, math):
+    t = math.tanh(score)
+    return -2.0 * args[0] * t * (1.0 - t * t)
 
 
 def _checker(g: torch.Generator) -> BlockSparse:
@@ -196,7 +201,8 @@ CONTRACT: tuple[Case, ...] = (
         kv_heads=2,
         options={
             "score_mod": lambda g: ScoreMod(
-                _soft, _soft_slope, [("head", torch.rand(4, generator=g)), ("k", torch.rand(2, 4, 64, generator=g))]
+                _soft, _soft_slope, [("head", torch.rand(4, generator=g)), ("k", torch.rand(2, 4, 64, generator=g))],
+                _soft_bend,
             ),
             "softcap": 5.0,
         },

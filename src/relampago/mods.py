@@ -7,7 +7,7 @@ tiles in a GPU kernel. It is called as
 
 where q and k are positions among the keys (the last row stands at the last key), head is the query head, `args` is the
 tuple of the mod's tensors, already indexed for the elements at hand, and `math` offers exp, log, tanh, abs, where,
-minimum and maximum. `dfn`, with the same signature, is the derivative of fn by score.
+minimum and maximum. `dfn`, with the same signature, is the derivative of fn by score, `ddfn` that of dfn.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Rule(NamedTuple):
     fn: Callable[..., Any]
     dfn: Callable[..., Any] | None
     slots: tuple[str | float, ...]
+    ddfn: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class ScoreMod:
         args: numbers, and pairs (axis, tensor). The axis says by what the tensor's last dimension is indexed: "head"
             (H), "q" (Lq rows), "k" (Lk keys) or "distance" (2·R + 1 entries for k - q clipped to -R..R). Before it,
             tensors of axis "head" may have (B,), the others (H,) or (B, H). They get no gradient (bias= does).
+        ddfn: the derivative of dfn by score, same signature. Without it second derivatives are refused.
 
     Example:
         >>> alibi = ScoreMod(lambda s, q, k, head, args, math: s + args[0] * (k - q),
@@ -72,10 +74,11 @@ class ScoreMod:
     fn: Callable[..., Any]
     dfn: Callable[..., Any] | None = None
     args: Sequence[float | tuple[str, Tensor]] = ()
+    ddfn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, function in (("fn", self.fn), ("dfn", self.dfn)):
-            if not callable(function) and not (name == "dfn" and function is None):
+        for name, function in (("fn", self.fn), ("dfn", self.dfn), ("ddfn", self.ddfn)):
+            if not callable(function) and not (name != "fn" and function is None):
                 raise InvalidInput(
                     f"ScoreMod {name} is a {type(function).__name__}; expected a function"
                 )
@@ -110,7 +113,7 @@ _numbers = itertools.count()
 
 def register(mod: ScoreMod) -> str:
     """The token that stands for a mod's functions and numbers."""
-    rule = Rule(mod.fn, mod.dfn, mod.slots)
+    rule = Rule(mod.fn, mod.dfn, mod.slots, mod.ddfn)
     token = _tokens.get(rule)
     if token is None:
         name = getattr(mod.fn, "__name__", type(mod.fn).__name__)
@@ -134,6 +137,12 @@ def no_slope(tokens: tuple[str, ...]) -> str | None:
     """The refusal of a backward through mods without a derivative; None if all have one."""
     missing = [token.split("#")[0] for token in tokens if rule_of(token).dfn is None]
     return f"score mod {missing[0]} has no dfn, which the backward needs" if missing else None
+
+
+def no_bend(tokens: tuple[str, ...]) -> str | None:
+    """The refusal of second derivatives through mods that lack their own; None if all have it."""
+    missing = [token.split("#")[0] for token in tokens if rule_of(token).ddfn is None]
+    return f"score mod {missing[0]} has no ddfn, which second derivatives need" if missing else None
 
 
 def gather(
@@ -164,17 +173,17 @@ def gather(
 
 def softcap(cap: float) -> ScoreMod:
     """cap · tanh(score / cap), as in Gemma 2; bounds the scores to ±cap."""
-    return ScoreMod(_softcap, _softcap_slope, args=[cap])
+    return ScoreMod(_softcap, _softcap_slope, args=[cap], ddfn=_softcap_bend)
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
     """ALiBi (arXiv 2108.12409): minus slope times the distance of key and row; slopes (H,) or (B, H)."""
-    return ScoreMod(_alibi, _one, args=[("head", slopes)])
+    return ScoreMod(_alibi, _one, args=[("head", slopes)], ddfn=zero)
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
     """Add table[…, k - q + R], distances clipped to ±R; table (2·R + 1,), (H, 2·R + 1) or (B, H, 2·R + 1)."""
-    return ScoreMod(_add, _one, args=[("distance", table)])
+    return ScoreMod(_add, _one, args=[("distance", table)], ddfn=zero)
 
 
 def _softcap(score, q, k, head, args, math):
@@ -184,6 +193,11 @@ def _softcap(score, q, k, head, args, math):
 def _softcap_slope(score, q, k, head, args, math):
     t = math.tanh(score / args[0])
     return 1.0 - t * t
+
+
+def _softcap_bend(score, q, k, head, args, math):
+    t = math.tanh(score / args[0])
+    return -2.0 * t * (1.0 - t * t) / args[0]
 
 
 def _alibi(score, q, k, head, args, math):
@@ -196,3 +210,8 @@ def _add(score, q, k, head, args, math):
 
 def _one(score, q, k, head, args, math):
     return 1.0
+
+
+def zero(score, q, k, head, args, math):
+    """The second derivative of a mod that is linear in the score."""
+    return 0.0

@@ -1,20 +1,21 @@
 """The custom ops: what autograd, torch.compile and the FLOP counter see of relampago.
 
-Two ops, `relampago::forward` and `relampago::backward`. They take tensors, the sizes that may vary under
-torch.compile, and one string of static `Facts`. Description, choice and plan happen inside, where sizes are concrete.
+Four ops: `relampago::forward` and `relampago::backward`, and the derivatives of both along tangents. They take
+tensors, the sizes that may vary under torch.compile, and one string of static `Facts`. Description, choice and plan
+happen inside, where sizes are concrete. Which op is the derivative of which stands in `derivatives.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from relampago.backends import Backend
-from relampago.errors import InvalidInput
+from relampago.backends import Backend, TwiceDifferentiable
+from relampago.errors import InvalidInput, Unsupported
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
 from relampago.plan import Plan
@@ -22,8 +23,11 @@ from relampago.problem import (
     Arrays,
     Device,
     Facts,
+    Grads,
+    Moving,
     Problem,
     Saved,
+    Tangents,
     Wanted,
     accumulate_dtype,
     describe,
@@ -36,15 +40,26 @@ _INPUTS = (
     "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, "
     "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
-NAMES = tuple(part.split()[-1] for part in _INPUTS.split(", "))
+_RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+_BACKWARD = f"{_RESULTS}, bool[] wanted, {_INPUTS}"
+_TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tsinks"
+_TANGENT = f"{_TANGENTS}, {_INPUTS}"
+_MOVING = "Tensor? tdout, Tensor? tdlse, Tensor tout, Tensor tlse"
+_BACKWARD_TANGENT = f"{_RESULTS}, {_MOVING}, bool[] wanted, {_TANGENTS}, {_INPUTS}"
+_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+NAMES, BACKWARD_NAMES, TANGENT_NAMES, BACKWARD_TANGENT_NAMES = (
+    tuple(part.split()[-1] for part in schema.split(", "))
+    for schema in (_INPUTS, _BACKWARD, _TANGENT, _BACKWARD_TANGENT)
+)
 library = torch.library.Library("relampago", "DEF")
 library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
-library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_INPUTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+library.define(f"backward({_BACKWARD}) -> {_GRADIENTS}")
+library.define(f"tangent({_TANGENT}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(f"backward_tangent({_BACKWARD_TANGENT}) -> {_GRADIENTS}")
 forward_op = torch.ops.relampago.forward.default
 backward_op = torch.ops.relampago.backward.default
+tangent_op = torch.ops.relampago.tangent.default
+backward_tangent_op = torch.ops.relampago.backward_tangent.default
 
 
 def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
@@ -98,10 +113,10 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-def decide(x: Arrays, facts: Facts) -> tuple[Problem, Backend, Plan]:
+def decide(x: Arrays, facts: Facts, moving: bool = False) -> tuple[Problem, Backend, Plan]:
     """What a forward asks of which backend, and its plan."""
     _check_cu_seqlens(x)
-    problem = describe(x, facts)
+    problem = describe(x, facts, moving=moving)
     return problem, *_decide(problem, facts.backend, facts.plan)
 
 
@@ -121,7 +136,49 @@ def _backward(
     wish = Wanted(*wanted)
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
-    grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
+    return _returned(x, backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish))
+
+
+@torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
+def _tangent(*args: Any) -> tuple[Tensor, ...]:
+    x, facts = gather(args[5:])
+    problem, backend, plan = decide(x, facts, moving=True)
+    out, lse, tout, tlse = cast(TwiceDifferentiable, backend).tangent(
+        problem, plan, x, Tangents(*args[:5])
+    )
+    return out.to(x.out_dtype), lse, tout.to(x.out_dtype), tlse
+
+
+@torch.library.impl(library, "backward_tangent", "CompositeExplicitAutograd")
+def _backward_tangent(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tdout: Tensor | None,
+    tdlse: Tensor | None,
+    tout: Tensor,
+    tlse: Tensor,
+    wanted: list[bool],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    x, facts = gather(args[5:])
+    if x.shard:
+        raise Unsupported(
+            "second derivatives of one shard of a larger attention (`partial`, `partial_backward`)"
+        )
+    wish = Wanted(*wanted)
+    problem = describe(x, facts, wanted=wish, moving=True)
+    backend, plan = _decide(problem, facts.backend, facts.plan)
+    moving = Moving(Tangents(*args[:5]), tout, tlse, tdout, tdlse)
+    grads = cast(TwiceDifferentiable, backend).backward_tangent(
+        problem, plan, x, moving, Saved(out, lse), dout, dlse, wish
+    )
+    return _returned(x, grads)
+
+
+def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
+    """Gradients as an op returns them."""
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
     return tuple(
         _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
@@ -168,11 +225,23 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return out, x.q.new_empty(shape, dtype=accumulate_dtype(x.q.dtype))
 
 
+@torch.library.register_fake("relampago::tangent", lib=library)
+def _tangent_fake(*args: Any) -> tuple[Tensor, ...]:
+    return (*_forward_fake(*args[5:]), *_forward_fake(*args[5:]))
+
+
+@torch.library.register_fake("relampago::backward_tangent", lib=library)
+def _backward_tangent_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(args[8], args[14:])
+
+
 @torch.library.register_fake("relampago::backward", lib=library)
-def _backward_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
-) -> tuple[Tensor, ...]:
-    x, _ = gather(args)
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(args[4], args[5:])
+
+
+def _gradients_fake(wanted: list[bool], call: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    x, _ = gather(call)
     wish = Wanted(*wanted)
     present = (True, True, True, x.bias is not None and wish.bias, x.sinks is not None)
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
@@ -184,38 +253,21 @@ def _backward_fake(
     )
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save what the backward op takes."""
-    *tensors, blocks, mod_args, sizes, facts = inputs
-    ctx.set_materialize_grads(False)
-    ctx.counts = (len(tensors), len(blocks))
-    ctx.save_for_backward(*output, *tensors, *blocks, *mod_args)
-    ctx.sizes, ctx.facts = sizes, facts
-
-
-def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """Gradients of the forward op's inputs, from those of out and LSE."""
-    out, lse, *rest = ctx.saved_tensors
-    n, n_blocks = ctx.counts
-    tensors, blocks, mod_args = rest[:n], rest[n : n + n_blocks], rest[n + n_blocks :]
-    needs = ctx.needs_input_grad[:5]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = torch.ops.relampago.backward(
-        dout, dlse, out, lse, list(needs), *tensors, blocks, mod_args, ctx.sizes, ctx.facts
-    )
-    wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return (*wanted, *[None] * (n - 5), [None] * n_blocks, [None] * len(mod_args), None, None)
-
-
-torch.library.register_autograd(
-    "relampago::forward", differentiate, setup_context=setup_context, lib=library
-)
-
-
 @register_flop_formula(torch.ops.relampago.forward)
 def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return Work.of_shapes(*_sizes(shapes)).forward_flops
+
+
+@register_flop_formula(torch.ops.relampago.tangent)
+def _tangent_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    given = [shape is not None for shape in shapes[:3]]
+    return Work.of_shapes(*_sizes(shapes[5:])).tangent_flops(*given)
+
+
+@register_flop_formula(torch.ops.relampago.backward_tangent)
+def _backward_tangent_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    given = [shape is not None for shape in (*shapes[9:12], shapes[4])]
+    return Work.of_shapes(*_sizes(shapes[14:])).backward_tangent_flops(*given)
 
 
 @register_flop_formula(torch.ops.relampago.backward)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
-from relampago.mods import no_slope
+from relampago.mods import no_bend, no_slope
 
 
 class Layout(str, Enum):
@@ -191,11 +191,32 @@ class Grads(NamedTuple):
     sinks: Tensor | None = None
 
 
+class Tangents(NamedTuple):
+    """Directions of a derivative, each shaped like its input; None where the input stands still."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None = None  # broadcasts to (B, H, Lq, Lk), as the bias does
+    sinks: Tensor | None = None
+
+
+class Moving(NamedTuple):
+    """What the derivative of a backward takes beside the backward's own: see docs/derivatives.md."""
+
+    inputs: Tangents
+    out: Tensor  # tangents of out and LSE, as `tangent` gives them
+    lse: Tensor
+    dout: Tensor | None  # tangents of the gradients of out and LSE
+    dlse: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What is asked, without tensors. Hashable: the key of choice, plan and compile cache."""
 
     direction: Literal["forward", "backward"] = "forward"
+    moving: bool = False  # its derivative along tangents
     device: Device
     batch: int
     heads_q: int
@@ -241,6 +262,8 @@ class Problem:
             "sinks": self.sinks,
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
+            "tangents": self.moving and self.direction == "forward",
+            "second derivatives": self.moving and self.direction == "backward",
         }
         return frozenset(name for name, present in flags.items() if present)
 
@@ -273,11 +296,17 @@ def round_up(n: int) -> int:
 
 
 def describe(
-    x: Arrays, facts: Facts, *, wanted: Wanted | None = None, device: Device | None = None
+    x: Arrays,
+    facts: Facts,
+    *,
+    wanted: Wanted | None = None,
+    device: Device | None = None,
+    moving: bool = False,
 ) -> Problem:
     """The Problem that tensors and facts amount to; a backward one if gradients are wanted."""
     return Problem(
         direction="forward" if wanted is None else "backward",
+        moving=moving,
         device=device or Device.of(x.q.device),
         batch=x.batch,
         heads_q=x.q.shape[-2],
@@ -312,19 +341,20 @@ def refuse_unknown(p: Problem, knows: frozenset[str]) -> str | None:
 
 def refuse_backward(p: Problem) -> str | None:
     """What no backend can differentiate: mods without a derivative, keys in a cache."""
-    if p.direction == "forward":
+    if p.direction == "forward" and not p.moving:
         return None
     if p.layout_k in (Layout.CACHE, Layout.PAGED):
         return "keys in a cache have no gradient"
-    return no_slope(p.mods)
+    return no_slope(p.mods) or (no_bend(p.mods) if p.moving and p.direction == "backward" else None)
 
 
 FEATURES = frozenset(
     name
     for layout in Layout
+    for direction in ("forward", "backward")
     for name in Problem(
-        device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
-        layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
-        bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
+        direction=direction, moving=True, device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1,
+        len_k=1, dim=1, dim_v=1, dtype="fp32", layout_k=layout, left=True, right=True, prefix=True, tables=True,
+        blocks=True, mask=True, mods=("any",), bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
     ).features()
 )  # fmt: skip

@@ -21,6 +21,7 @@ LEVELS = (
     ("select",),
     ("op",),
     ("transforms", "warm"),
+    ("derivatives",),
     ("validate",),
     ("api",),
     ("explain", "cases"),

@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from relampago.backends.cpu.backward import backward
+from relampago.backends.cpu.backward_tangent import backward_tangent
 from relampago.backends.cpu.forward import forward
+from relampago.backends.cpu.tangent import tangent
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
     Arrays,
     Grads,
+    Moving,
     Problem,
     Saved,
+    Tangents,
     Wanted,
     refuse_backward,
     refuse_unknown,
@@ -52,3 +56,23 @@ class Cpu:
     ) -> Grads:
         with torch.inference_mode(False), torch.no_grad():
             return backward(x, plan, saved, dout, dlse, wanted)
+
+    def tangent(
+        self, p: Problem, plan: Plan, x: Arrays, t: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return tangent(x, plan, t)
+
+    def backward_tangent(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        moving: Moving,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        with torch.inference_mode(False), torch.no_grad():
+            return backward_tangent(x, plan, moving, saved, dout, dlse, wanted)

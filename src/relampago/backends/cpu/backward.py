@@ -7,6 +7,7 @@ so the outer loop runs over queries, as in the forward: dQ of a tile is finished
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,10 +41,24 @@ class Sums(NamedTuple):
     dsinks: Tensor | None  # (B, parts, H)
 
 
+Visit = Callable[[Tile, Task, Sums, Tensor, Tensor], None]  # the last two: dK and dV of the task
+
+
 def backward(
     x: Arrays, plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Grads:
     """The gradients by `wanted`, in the inputs' dtypes or in x.out_dtype."""
+
+    def visit(tile: Tile, task: Task, sums: Sums, dk: Tensor, dv: Tensor) -> None:
+        tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
+
+    return sweep(x, plan, wanted, Slab, visit)
+
+
+def sweep(
+    x: Arrays, plan: Plan, wanted: Wanted, slab_of: Callable[[Arrays, Heads], Slab], visit: Visit
+) -> Grads:
+    """Call visit on every tile of queries; it writes the tile's dQ and adds to dK, dV and the other sums."""
     heads = [h for b in range(x.batch) for h in ranges(x, b, plan)]
     parts = max(1, -(-torch.get_num_threads() // max(1, len(heads))))
     dtype = accumulate_dtype(x.q.dtype)
@@ -59,7 +74,7 @@ def backward(
     tasks = [Task(h, part) for h in heads for part in range(parts)]
     with fast_fp32(worth_fast(x)):
         threads.run(
-            lambda task: differentiate(x, plan, task, parts, saved, dout, dlse, sums),
+            lambda task: differentiate(x, plan, task, parts, slab_of, visit, sums),
             tasks,
             serial=sums.dbias is not None and shared(x),
         )
@@ -90,26 +105,25 @@ def differentiate(
     plan: Plan,
     task: Task,
     parts: int,
-    saved: Saved,
-    dout: Tensor,
-    dlse: Tensor | None,
+    slab_of: Callable[[Arrays, Heads], Slab],
+    visit: Visit,
     sums: Sums,
 ) -> None:
     """All tiles of a task."""
     per_head = x.blocks is not None and x.blocks.count.shape[1] > 1
     whole = task.heads
     groups = [whole._replace(r0=r, r1=r + 1) for r in range(x.group)] if per_head else [whole]
-    slab = Slab(x, whole)
+    slab = slab_of(x, whole)
     g, len_k = slab.k.shape[:2]
     dk = scratch("dk", (g, len_k, slab.k.shape[2]), slab.dtype).zero_()
     dv = scratch("dv", (g, len_k, slab.v.shape[2]), slab.dtype).zero_()
     for heads in groups:
-        slab = Slab(x, heads)
+        slab = slab_of(x, heads)
         step = rows_per_tile(x, heads, plan)
         for i, p0 in enumerate(range(0, slab.q.shape[0], step)):
             if i % parts == task.part:
                 tile = Tile(slab, p0, min(p0 + step, slab.q.shape[0]))
-                tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
+                visit(tile, task, sums, dk, dv)
     dk.mul_(x.scale)
     for gradient, target in ((dk, sums.dk), (dv, sums.dv)):
         view = target[task.part][slab.cols][:, whole.g0 : whole.g1]
@@ -169,14 +183,21 @@ def tile_gradients(
         add(dq, ds, k)  # line 16
         add_product(dk, panel, ds, q_narrow)  # line 17
     tile.unpack(dq.mul_(slab.x.scale), slab.queries_of(sums.dq))
-    if sums.dsinks is not None and (sink := tile.sink()) is not None:
-        weight = tile.power_(sink - shift)
-        if normaliser is not None:
-            weight.mul_(normaliser)
-        lost = (weight * delta).view(tile.shape).sum(1)  # [g, R]
-        h = slab.heads
-        target = sums.dsinks[h.b, task.part].unflatten(0, (-1, slab.x.group))
-        target[h.g0 : h.g1, h.r0 : h.r1] -= lost
+    take_from_sinks(tile, task, sums, shift, normaliser, delta)
+
+
+def take_from_sinks(
+    tile: Tile, task: Task, sums: Sums, shift: Tensor, normaliser: Tensor | None, change: Tensor
+) -> None:
+    """Subtract Σ weight of the sink · change from dsinks; change is [g, l·R, 1]."""
+    if sums.dsinks is None or (sink := tile.sink()) is None:
+        return
+    weight = tile.power_(sink - shift)
+    if normaliser is not None:
+        weight.mul_(normaliser)
+    h = tile.slab.heads
+    target = sums.dsinks[h.b, task.part].unflatten(0, (-1, tile.slab.x.group))
+    target[h.g0 : h.g1, h.r0 : h.r1] -= (weight * change).view(tile.shape).sum(1)  # [g, R]
 
 
 def renormalised(tile: Tile, plan: Plan, q: Tensor, shift: Tensor) -> Tensor | None:

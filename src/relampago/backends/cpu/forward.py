@@ -6,6 +6,7 @@ The papers' letters: m running maximum, l running sum, acc unnormalised output, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,24 +32,37 @@ class Task(NamedTuple):
 
 def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     """Out, shaped like q with the head dim of v, and LSE."""
+    out, lse = unwritten(x, -math.inf)
+    each_tile(x, plan, Slab, lambda tile: attend(tile, plan, out, lse))
+    return out, lse
+
+
+def unwritten(x: Arrays, nothing: float) -> tuple[Tensor, Tensor]:
+    """Room for out and LSE; rows that belong to no sequence have 0 and `nothing`."""
     rows = x.q.shape[:-1]
     out = x.q.new_empty(*rows, x.v.shape[-1], dtype=x.out_dtype)
     heads_first = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else rows[::-1]
     lse = x.q.new_empty(heads_first, dtype=accumulate_dtype(x.q.dtype))
-    if x.cu_q is not None:  # rows that belong to no sequence
+    if x.cu_q is not None:
         out[int(x.cu_q[-1]) :] = 0
-        lse[:, int(x.cu_q[-1]) :] = -math.inf
+        lse[:, int(x.cu_q[-1]) :] = nothing
+    return out, lse
+
+
+def each_tile(
+    x: Arrays, plan: Plan, slab_of: Callable[[Arrays, Heads], Slab], attend: Callable[[Tile], None]
+) -> None:
+    """Call attend on every tile of queries, over threads; tiles of the same heads share a slab."""
     # Head by head, since a thread keeps a head's keys; heaviest first, so that under causal a light one comes last.
     tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))
     slabs: dict[Heads, Slab] = {}
 
     def work(task: Task) -> None:
-        slab = slabs.get(task.heads) or slabs.setdefault(task.heads, Slab(x, task.heads))
-        attend(Tile(slab, task.p0, task.p1), plan, out, lse)
+        slab = slabs.get(task.heads) or slabs.setdefault(task.heads, slab_of(x, task.heads))
+        attend(Tile(slab, task.p0, task.p1))
 
     with fast_fp32(worth_fast(x)):
         threads.run(work, tasks)
-    return out, lse
 
 
 def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
@@ -66,7 +80,7 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
             shift = finite(m_new)
             s.sub_(shift)
             if m is not None:
-                rescale(l, acc, tile.power_(m - shift))
+                rescale(tile.power_(m - shift), l, acc)
             m = m_new
         p = tile.power_(s)
         total = p.sum(-1, keepdim=True)
@@ -78,7 +92,7 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
         m_new = sink if m is None else torch.maximum(m, sink)
         weight = tile.power_(sink - m_new)
         if m is not None:
-            rescale(l, acc, tile.power_(m - m_new))
+            rescale(tile.power_(m - m_new), l, acc)
         l = weight if l is None else l.add_(weight)
         m = m_new
     if l is None:  # no key in reach
@@ -94,9 +108,9 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
     target.copy_(total.view(tile.shape).transpose(1, 2))
 
 
-def rescale(l: Tensor | None, acc: Tensor | None, alpha: Tensor) -> None:
-    """Bring sum and output to a new maximum."""
-    for t in (l, acc):
+def rescale(alpha: Tensor, *sums: Tensor | None) -> None:
+    """Bring sums and outputs to a new maximum."""
+    for t in sums:
         if t is not None:
             t.mul_(alpha)
 

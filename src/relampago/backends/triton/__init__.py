@@ -53,7 +53,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES)
+            or refuse_unknown(p, FEATURES - {"tangents", "second derivatives"})
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
