@@ -36,6 +36,8 @@ Given = tuple[Any, ...]
 def run(*call: Any) -> tuple[Tensor, Tensor]:
     """The forward op; where a transform of torch.func or forward-mode AD is at work, in a form that they can take."""
     if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            raise Unsupported("forward-mode AD of attention under torch.compile; take it eagerly")
         return forward_op(*call)
     top = peek_interpreter_stack()
     if top is None and forward_ad._current_level < 0:
@@ -258,6 +260,7 @@ def _function(op: Any, gradient: Callable[..., Any], move: Callable[..., Any], b
 
     def jvp(ctx: Any, _: Any, *along: Any) -> tuple[Tensor, ...]:
         args, found = kept(ctx)
+        args, along = (tuple(map(_still, given)) for given in (args, along))
         return move(ctx.known, args, along) or tuple(map(torch.zeros_like, found))
 
     def vmap(info: Any, dims: Given, _: Any, *args: Any) -> Any:
