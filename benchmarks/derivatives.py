@@ -1,8 +1,8 @@
 """What higher derivatives cost: python benchmarks/derivatives.py [--device cuda] [--lengths 1024 ...] [--json PATH].
 
 Against the forward: the jvp of all inputs. Against the backward: the double backward (a second backward with its graph
-kept, as in a gradient penalty, without the first two walks). The same for materialised attention, where it fits. Alternating
-order, medians. On a GPU: python benchmarks/derivatives.py --device cuda --dtype bfloat16 --lengths 4096 16384 32768.
+kept, as in a gradient penalty, without the first two walks). The same for materialised attention, where it fits. In
+alternating order, medians. On a GPU: --device cuda --dtype bfloat16 --lengths 4096 16384 32768.
 """
 
 from __future__ import annotations

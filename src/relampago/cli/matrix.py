@@ -118,7 +118,7 @@ def rows() -> list[Row]:
         Row("feature", "sinks", {"sinks": True}),
         Row("feature", "dropout", {"dropout": True}),
         Row("feature", "deterministic", {"deterministic": True}),
-        Row("feature", "tangents, second derivatives", {"moving": True}),
+        Row("feature", "tangents; second derivatives", {"moving": True}),
         Row("feature", "packed sequences", {"layout_q": Layout.RAGGED, "layout_k": Layout.RAGGED}),
         Row("feature", "keys in a cache", {"layout_k": Layout.CACHE, "len_q": 1}),
         Row("feature", "keys in pages", {"layout_k": Layout.PAGED, "len_q": 1}),
