@@ -77,8 +77,13 @@ def _watched() -> bool:
 
 
 def run_backward(*args: Any) -> tuple[Tensor, ...]:
-    """The backward op, as `run`."""
-    return Backward.apply(None, *args) if _watched() else backward_op(*args)
+    """The backward op, as `run`; a backward that nobody differentiates skips autograd's part, some 30 µs of Python."""
+    if _watched():
+        return Backward.apply(None, *args)
+    if torch.is_grad_enabled():
+        return backward_op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward_op(*args)
 
 
 def run_tangent(*args: Any) -> tuple[Tensor, ...]:
@@ -266,7 +271,8 @@ def _function(op: Any, gradient: Callable[..., Any], move: Callable[..., Any], b
     def vmap(info: Any, dims: Given, _: Any, *args: Any) -> Any:
         return batch(lambda *joined: function.apply(None, *joined), info, dims[1:], *args)
 
-    methods = {f.__name__: staticmethod(f) for f in (forward, setup_context, backward, jvp, vmap)}
+    rules: tuple[Any, ...] = (forward, setup_context, backward, jvp, vmap)
+    methods = {rule.__name__: staticmethod(rule) for rule in rules}
     function: Any = type(op._opname, (torch.autograd.Function,), methods)
     return function
 

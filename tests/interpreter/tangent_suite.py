@@ -56,7 +56,9 @@ def test_half(name) -> None:
 def test_one_tangent_alone(moving) -> None:
     tensors, options = find("bottom-right").make(torch.float32)
     call = prepare(*tensors, Options(**options))
-    along = Tangents(*(torch.ones_like(t) if n == moving else None for n, t in zip("qkv", call)))
+    along = Tangents(
+        *(torch.ones_like(t) if n == moving else None for n, t in zip("qkv", call, strict=False))
+    )
     got = tangent(arrays_of(call), Plan(block_q=32, block_k=32), along)
     torch.testing.assert_close(
         got, tangent_op(*along, *prepare(*tensors, Options(**options, backend="cpu")))

@@ -87,7 +87,7 @@ def rows_of(
         if own is not None:
             total.sub_(tile.pack_lse(slab.lse_of(own)))
     shift = torch.where(lse == -math.inf, math.inf, lse) * (LOG2E if slab.base2 else 1.0)
-    factors = [part for part, there in ((do, slab.tv is not None), (tdo, tdo is not None)) if there]
+    factors = [t for t in (do if slab.tv is not None else None, tdo) if t is not None]
     narrow = torch.bfloat16 if slab.x.q.dtype == torch.bfloat16 else slab.dtype
     return Rows(
         q,
