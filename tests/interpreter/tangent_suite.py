@@ -29,8 +29,8 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 FP32 = (
-    "bottom-right", "dim-40-v-72", "prefix-window", "documents-per-sequence", "dense-mask-broadcast", "block-sparse",
-    "user-mod", "bias-row", "bias-finfo-min", "sinks-window", "dropout", "packed-cross", "packed-bias", "no-keys",
+    "bottom-right", "dim-40-v-72", "documents-per-sequence", "dense-mask-broadcast", "block-sparse", "user-mod",
+    "bias-row", "sinks-window", "dropout", "packed-cross",
 )  # fmt: skip
 
 
