@@ -9,7 +9,7 @@ ifeq ($(shell uname -sm),Linux x86_64)
 NEWEST := $(VENV)/.newest
 endif
 
-.PHONY: demo test lint docs-test bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/relampago demo
@@ -24,6 +24,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/pyright
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
 	$(BIN)/relampago bench
@@ -51,4 +54,4 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-out dist build site .pytest_cache .ruff_cache .hypothesis

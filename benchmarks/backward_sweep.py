@@ -55,6 +55,9 @@ variant("d64-q128-f0n", 64, P(128, 128, 2, fused=1, pingpong=1))
 variant("d64-q128-f2", 64, P(128, 128, 2, fused=1, ahead=2))
 variant("d64-q128-f2n", 64, P(128, 128, 2, fused=1, ahead=2, pingpong=1))
 variant("d64-apart0", 64, P(128, 128, 2), det=True)
+variant("d64-apart0p", 64, P(128, 128, 2), P(128, 128, 3, pin=1), det=True)
+variant("d64-apart1-k64", 64, P(64, 128, 4, ahead=1), P(128, 64, 6), det=True)
+variant("d64-apart1-k64p", 64, P(64, 128, 6, ahead=1), P(128, 64, 6, pin=1), det=True)
 
 # name -> (b, lq, lk, h, g, d or None, dv or None, dtype, options)
 CHECKS = {

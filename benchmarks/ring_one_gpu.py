@@ -145,7 +145,7 @@ def compare(case: tuple[str, int, int, int | None]) -> dict[str, Any]:
 
 def fold_cost() -> dict[str, float]:
     """The merge by itself: milliseconds and GB/s for the rows of one rank at 64k tokens on 8."""
-    from relampago.distributed.accumulate import fold_
+    from relampago.merge import fold_
 
     rows = 64 if DRY else 8 * K
     out, part = (torch.randn(1, rows, HEADS, DIM, device=DEVICE) for _ in range(2))

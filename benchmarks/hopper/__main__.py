@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "hopper_cache"))
 
-from benchmarks.hopper import clock, correct, short, stress
+from benchmarks.hopper import clock, correct, experiments, short, stress
 from benchmarks.hopper.watched import Rows, elapsed, watch
 
 COMPILERS = 14  # processes
@@ -22,13 +22,18 @@ JOBS = {
     "check": lambda part, parts: correct.check(int(part), int(parts)),
     "stress": lambda part, launches, s: stress.stress(int(part), int(launches), float(s)),
     "clock": lambda seconds, *peers: clock.clock(float(seconds), *peers),
+    "compile-experiments": lambda part, parts: experiments.compile_some(int(part), int(parts)),
+    "experiments": lambda seconds, *peers: experiments.experiment(float(seconds), *peers),
     "short": lambda seconds, *peers: short.short(float(seconds), *peers),
 }
 
 
-def compiled(budget: float) -> Rows:
+REPORTS = {"clock": clock.report, "short": short.report, "experiments": experiments.report}
+
+
+def compiled(budget: float, job: str = "compile") -> Rows:
     """Fill Triton's cache."""
-    rows = watch([("compile", i, COMPILERS) for i in range(COMPILERS)], budget, budget * 0.6)
+    rows = watch([(job, i, COMPILERS) for i in range(COMPILERS)], budget, budget * 0.6)
     for row in rows:
         print("not compiled", row)
     print(f"compiled at {elapsed():.0f} s", flush=True)
@@ -52,9 +57,9 @@ def endure(launches: int, budget: float) -> Rows:
 
 
 def timed(job: str, budget: float, peers: list[str]) -> Rows:
-    """`clock` or `short`, alone on the card."""
+    """`clock`, `short` or `experiments`, alone on the card."""
     rows = watch([(job, budget - 6, *peers)], budget, elapsed() + budget)
-    (clock if job == "clock" else short).report(rows)
+    REPORTS[job](rows)
     return rows
 
 
@@ -72,6 +77,9 @@ def run(mode: str, budget: float, peers: list[str]) -> Rows:
         rows += timed("short", left if mode == "short" else min(25.0, left), peers)
     if mode in ("clock", "all"):
         rows += timed("clock", budget - elapsed() - 2, peers)
+    if mode == "experiments":
+        rows += compiled(budget * 0.6, "compile-experiments")
+        rows += timed("experiments", budget - elapsed() - 2, peers)
     return rows
 
 
@@ -87,7 +95,7 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if words and words[0] == "--job":
         JOBS[words[1]](*words[2:])
-    elif len(words) >= 2 and words[0] in ("check", "stress", "clock", "short", "all"):
+    elif len(words) >= 2 and words[0] in (*REPORTS, "check", "stress", "all"):
         main(*words)
     else:
-        sys.exit("expected: check|stress|clock|short|all SECONDS [fa3] [fa4]")
+        sys.exit("expected: check|stress|clock|short|experiments|all SECONDS [fa3] [fa4]")

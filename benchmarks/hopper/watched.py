@@ -34,16 +34,18 @@ def elapsed() -> float:
     return time.time() - BEGUN
 
 
-def _start(words: tuple[str, ...]) -> Job:
+def _start(words: tuple[str, ...], module: str) -> Job:
     output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the job has ended
-    command = [sys.executable, "-m", "benchmarks.hopper", "--job", *words]
+    command = [sys.executable, "-m", module, "--job", *words]
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
     return Job(process, output, time.time(), words)
 
 
-def watch(todo: list[tuple[Any, ...]], each: float, until: float) -> Rows:
+def watch(
+    todo: list[tuple[Any, ...]], each: float, until: float, module: str = "benchmarks.hopper"
+) -> Rows:
     """All jobs at once; the rows that they report. Those above `each` seconds, or `until` in all, are ended."""
-    live = [_start(tuple(map(str, words))) for words in todo]
+    live = [_start(tuple(map(str, words)), module) for words in todo]
     rows: Rows = []
     while live:
         for job in list(live):

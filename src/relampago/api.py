@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relampago import validate, warm
+from relampago import quant, validate, warm
 from relampago.cache import KVCache
 from relampago.derivatives import run
 from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
+from relampago.measure import forward_max
 from relampago.mods import ScoreMod, alibi, constant, register
 from relampago.mods import softcap as softcap_mod
-from relampago.op import backward_op
+from relampago.op import accumulate_op, backward_op
 from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
@@ -75,6 +76,9 @@ class Call(NamedTuple):
     row_start: Tensor | None
     row_end: Tensor | None
     seed: Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     blocks: list[Tensor]
     mod_args: list[Tensor]
     sizes: list[int]  # offset, longest q, longest k
@@ -107,7 +111,12 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    precision: str | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · q·kᵀ + …)·v, in O(N) memory (FlashAttention-2, arXiv 2307.08691).
@@ -125,19 +134,28 @@ def attention(
             index tensors.
         scale: factor of q·kᵀ; D ** -0.5 if None.
         softcap: c for c · tanh(score / c).
-        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets no gradient.
-        score_mod: one `ScoreMod` or several, applied in order.
+        alibi_slopes: (H,) or (B, H); subtracts slope · distance (arXiv 2108.12409). Gets its gradient.
+        score_mod: one `ScoreMod` or several, applied in order. Arguments with a derivative get their gradients.
         bias: float tensor that broadcasts to (B, H, Lq, Lk), added to the scores. Gets its gradient.
         sinks: (H,), a learnable score per head that takes part in the softmax and has no value. Gets its gradient.
         dropout_p: probability in [0, 1) of dropping a weight.
         dropout_seed: fixes which; the same weights are dropped in forward and backward, whatever the tiling.
         deterministic: bit-for-bit the same gradients in each run; None follows torch.use_deterministic_algorithms.
+        precision: "fp8" for products of e4m3 numbers, which Hopper forms at twice the rate: q, k and v are rotated and
+            cast here, the backward runs in their own dtype (docs/fp8.md). A CPU emulates the same arithmetic.
+        q_descale: fp32 scales of a q that is float8_e4m3fn already: (B, G), or as `quant.quantise` gives them.
+        k_descale: likewise of k.
+        v_descale: likewise of v. Out is then bf16.
         return_lse: also return log Σ exp(scores): fp32 (fp64 for fp64 input), natural logarithm, (B, H, Lq);
             differentiable.
+        return_max_logits: also return, as the last, each head's largest scale · q·kᵀ among the pairs that the masks
+            show, (B, H), before softcap, mods and bias; -inf where no pair is visible. It is what QK-Clip compares
+            with its threshold (arXiv 2507.20534, section 2.1). In LSE's dtype; no gradient.
         backend: a backend's name; it never falls back. None takes the first that can.
 
     Returns:
-        out (B, Lq, H, E), or (out, lse). A row that sees no key gives 0 and LSE -inf.
+        out (B, Lq, H, E), or (out, lse), (out, max_logits), (out, lse, max_logits). A row that sees no key gives 0
+        and LSE -inf.
 
     Raises:
         InvalidInput: an argument is wrong; the message names it.
@@ -149,9 +167,8 @@ def attention(
         torch.Size([1, 128, 8, 64])
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend)  # fmt: skip
-    out, lse = _answer(q, k, v, options, None)
-    return (out, lse) if return_lse else out
+                      dropout_seed, deterministic, backend, precision, q_descale, k_descale, v_descale)  # fmt: skip
+    return _respond(q, k, v, options, None, return_lse, return_max_logits)
 
 
 def attention_varlen(
@@ -175,7 +192,12 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    precision: str | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
 ) -> Any:
     """`attention` over packed sequences: sequence i owns rows cu_seqlens[i] to cu_seqlens[i + 1].
@@ -200,25 +222,35 @@ def attention_varlen(
         dropout_p: as in `attention`.
         dropout_seed: as in `attention`.
         deterministic: as in `attention`.
+        precision: as in `attention`.
+        q_descale: as in `attention`.
+        k_descale: as in `attention`.
+        v_descale: as in `attention`.
         return_lse: LSE is (H, Tq).
+        return_max_logits: as in `attention`, (B, H).
         backend: as in `attention`.
 
     Returns:
-        out (Tq, H, E), or (out, lse). Rows beyond cu_seqlens_q[-1] get 0, LSE -inf and zero gradients.
+        out (Tq, H, E), or a tuple as in `attention`. Rows beyond cu_seqlens_q[-1] get 0, LSE -inf and zero gradients.
 
     Raises:
         InvalidInput: an argument is wrong; the message names it.
         Unsupported: no backend can run the call.
     """
     options = Options(causal, window, mask, scale, softcap, alibi_slopes, score_mod, bias, sinks, dropout_p,
-                      dropout_seed, deterministic, backend)  # fmt: skip
+                      dropout_seed, deterministic, backend, precision, q_descale, k_descale, v_descale)  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _answer(q, k, v, options, packing)
-    return (out, lse) if return_lse else out
+    return _respond(q, k, v, options, packing, return_lse, return_max_logits)
 
 
 def partial(
-    q: Tensor, k: Tensor, v: Tensor, *, offset: int | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offset: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention to one shard of the keys, to be combined by `merge`: the brick of ring attention and split-KV.
 
@@ -228,6 +260,8 @@ def partial(
         v: (B, Lk, G, E).
         offset: position of row 0 minus position of this shard's key 0; None aligns bottom right. Masks are
             evaluated there, so that a shard sees what the whole would show it.
+        into: (out, lse) that other shards gave these rows. This shard is merged into them in place, on GPUs within
+            the kernel; they are what is returned. Out's and LSE's last dimensions must be contiguous.
         options: those of `attention` (without return_lse). Give sinks to one shard only.
 
     Returns:
@@ -239,7 +273,11 @@ def partial(
         Unsupported: as `attention`.
     """
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
-    return run(*call)
+    if into is None:
+        return run(*call)
+    validate.into(*into, q, v)
+    accumulate_op(*into, *call)
+    return into
 
 
 def partial_backward(
@@ -304,6 +342,29 @@ class Options(NamedTuple):
     dropout_seed: int | Tensor | None = None
     deterministic: bool | None = None
     backend: str | None = None
+    precision: str | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+def _respond(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    packing: Packing | None,
+    with_lse: bool,
+    with_max: bool,
+) -> Any:
+    """Out, and what else was asked for."""
+    if with_max:
+        fp8 = options.precision or options.q_descale is not None
+        validate.require([("return_max_logits", "is True with FP8 products", "False", not fp8)])
+        out, lse, top = forward_max(*prepare(q, k, v, options, packing=packing))
+        return (out, lse, top) if with_lse else (out, top)
+    out, lse = _answer(q, k, v, options, packing)
+    return (out, lse) if with_lse else out
 
 
 def _answer(
@@ -313,13 +374,21 @@ def _answer(
     o = options
     cu_q, cu_k, *longest = packing or (None, None)
     plain = (
-        o.mask is o.alibi_slopes is o.score_mod is o.bias is o.dropout_seed is None
+        o.mask
+        is o.alibi_slopes
+        is o.score_mod
+        is o.bias
+        is o.dropout_seed
+        is o.q_descale
+        is o.k_descale
+        is None
         and o.dropout_p == 0.0
         and (o.window is None or type(o.window) is tuple)
     )
     if not torch.compiler.is_compiling() and plain and _on_device(cu_q, cu_k):
         numbers = (
-            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic), o.backend, *_forced.now()
+            *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic), o.backend, o.precision,
+            *_forced.now(),
         )  # fmt: skip
         key = warm.key_of((q, k, v, o.sinks, cu_q, cu_k), numbers)
         if key is not None:
@@ -371,6 +440,8 @@ def prepare(
         batch, len_q, len_k = packing.cu_q.shape[0] - 1, packing.max_q, packing.max_k
         offset = 0
     full = (batch, q.shape[-2], len_q, len_k)
+    scales = validate.fp8(q, k, v, o.precision, (o.q_descale, o.k_descale, o.v_descale), full)
+    precision = "fp8" if q.dtype == quant.E4M3 else o.precision
     validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
     seen = resolve(
         _mask(o), Extent(*full, offset, q.device, packing is not None or cache is not None)
@@ -386,10 +457,11 @@ def prepare(
         mods=tuple(register(mod) for mod in mods),
         dropout_p=constant(o.dropout_p),
         deterministic=_deterministic(o.deterministic),
-        dtype=("float64" if q.dtype == torch.float64 else "float32") if shard else None,
+        dtype=_out_dtype(q, shard),
         shard=shard,
         backend=_backend(o.backend or _forced.backend),
         plan=_forced.plan,
+        precision=precision,
     )
     return Call(
         q=q,
@@ -407,11 +479,21 @@ def prepare(
         row_start=seen.row_start,
         row_end=seen.row_end,
         seed=_seed(o.dropout_seed, q.device) if o.dropout_p else None,
+        q_scale=scales[0],
+        k_scale=scales[1],
+        v_scale=scales[2],
         blocks=list(seen.blocks.blocks) if seen.blocks is not None else [],
         mod_args=[tensor for mod in mods for tensor in mod.tensors],
         sizes=[offset, len_q, len_k],
         facts=facts.encode(),
     )
+
+
+def _out_dtype(q: Tensor, shard: bool) -> str | None:
+    """What out and gradients are held in, if not in q's dtype."""
+    if shard:
+        return "float64" if q.dtype == torch.float64 else "float32"
+    return "bfloat16" if q.dtype == quant.E4M3 else None
 
 
 def _mask(o: Options) -> Any:
@@ -441,9 +523,10 @@ def _mods(o: Options) -> tuple[ScoreMod, ...]:
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as torch.autocast asks, where it is active."""
     kind = q.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+    narrow = q.dtype not in (torch.float64, quant.E4M3)
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and narrow:
         dtype = torch.get_autocast_dtype(kind)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+        return q.to(dtype), *(t if t.dtype == quant.E4M3 else t.to(dtype) for t in (k, v))  # type: ignore[return-value]
     return q, k, v
 
 

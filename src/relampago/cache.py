@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from relampago.errors import InvalidInput
+from relampago.quant.cast import E4M3, quantise
 
 
 class KVCache:
@@ -23,11 +24,18 @@ class KVCache:
         kv_heads: G.
         dim: D.
         dim_v: E; D if None.
-        dtype: of keys and values.
+        dtype: of keys and values; float8_e4m3fn needs scales, and new tokens are cast as they are appended.
         device: where they live.
+        k_scale: fp32 (G,), what e4m3 keys are multiplied by.
+        v_scale: fp32 (G,), of values.
     """
 
     page_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    saturated: Tensor | None = (
+        None  # int64 scalar: entries beyond e4m3's range that were appended, real or not
+    )
 
     def __init__(
         self,
@@ -39,6 +47,8 @@ class KVCache:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         _positive(batch=batch, room=room, kv_heads=kv_heads, dim=dim)
         self.room = room
@@ -46,6 +56,7 @@ class KVCache:
         self.v = torch.zeros(batch, room, kv_heads, dim_v or dim, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = [0] * batch
+        self._take_scales(k_scale, v_scale)
 
     @property
     def batch(self) -> int:
@@ -68,8 +79,10 @@ class KVCache:
         Raises:
             InvalidInput: wrong shapes, or a sequence would outgrow its room. Nothing is written then.
         """
+        k, v, beyond = self._narrow(k, v)
         n = self._check(k, v, counts)
         self._reserve_for(n)
+        self._count(beyond)
         place, valid = self._places(n, counts)
         b = torch.arange(self.batch, device=self.k.device)[:, None]
         self._write((b, place % self.room), k, v, valid)
@@ -89,6 +102,51 @@ class KVCache:
         """Keys (L, G, D) and values (L, G, E) of one sequence. Waits for the device."""
         n = int(self.lengths[b])
         return self.k[b, :n], self.v[b, :n]
+
+    @property
+    def descales(self) -> dict[str, Tensor]:
+        """The scales as options of a call, (B, G)."""
+        named = {"k_descale": self.k_scale, "v_descale": self.v_scale}
+        return {name: t.expand(self.batch, -1) for name, t in named.items() if t is not None}
+
+    def _take_scales(self, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+        """Check the scales, and keep them; none where keys are not e4m3."""
+        heads = (self.k.shape[2],)
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if self.k.dtype != E4M3:
+                fits, expected = scale is None, f"None, as keys are {self.k.dtype}"
+            else:
+                fits = isinstance(scale, Tensor) and (
+                    (tuple(scale.shape), scale.dtype, scale.device)
+                    == (heads, torch.float32, self.k.device)
+                )
+                expected = f"{heads} torch.float32 {self.k.device}, as keys are {E4M3}"
+            if not fits:
+                shown = isinstance(scale, Tensor)
+                got = f"{tuple(scale.shape)} {scale.dtype} {scale.device}" if shown else repr(scale)
+                raise InvalidInput(f"{name} is {got}; expected {expected}")
+        self.k_scale, self.v_scale = k_scale, v_scale
+        if self.k.dtype == E4M3:
+            self.saturated = torch.zeros((), dtype=torch.int64, device=self.k.device)
+
+    def _narrow(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """New tokens in the cache's dtype: cast where it is e4m3 and they are not; and how many saturated."""
+        found, beyond = [], []
+        for new, scale in ((k, self.k_scale), (v, self.v_scale)):
+            fits = new.ndim == 4 and new.shape[2] == self.k.shape[2] and new.device == self.k.device
+            if scale is None or new.dtype == E4M3 or not new.is_floating_point() or not fits:
+                found.append(new)
+                continue
+            of_heads = scale[None, :, None].expand(new.shape[0], -1, -1)
+            one = quantise(new, scales=of_heads, count=True)
+            found.append(one.values)
+            beyond.append(one.saturated)
+        return found[0], found[1], beyond
+
+    def _count(self, beyond: list[Tensor | None]) -> None:
+        for n in beyond:
+            if self.saturated is not None and n is not None:
+                self.saturated += n
 
     def _check(self, k: Tensor, v: Tensor, counts: Tensor | None) -> int:
         n = k.shape[1] if k.ndim == 4 else -1
@@ -129,6 +187,8 @@ class KVCache:
     def _write(self, index: tuple[Tensor, ...], k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Write new tokens; where one is not real, its own (unfilled) place is written back unchanged."""
         for new, cache in ((k, self.k), (v, self.v)):
+            if cache.dtype == E4M3:
+                new, cache = new.view(torch.uint8), cache.view(torch.uint8)
             value = new if valid is None else torch.where(valid[..., None, None], new, cache[index])
             cache.index_put_(index, value)
 
@@ -151,8 +211,10 @@ class PagedKVCache(KVCache):
         dim: D.
         dim_v: E; D if None.
         most: pages one sequence may own; all of them if None.
-        dtype: of keys and values.
+        dtype: as in `KVCache`.
         device: where they live.
+        k_scale: as in `KVCache`.
+        v_scale: as in `KVCache`.
     """
 
     page_table: Tensor
@@ -169,9 +231,13 @@ class PagedKVCache(KVCache):
         most: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         _positive(batch=batch, pages=pages, page=page)
-        super().__init__(pages + 1, page, kv_heads, dim, dim_v, dtype=dtype, device=device)
+        super().__init__(
+            pages + 1, page, kv_heads, dim, dim_v, dtype=dtype, device=device, k_scale=k_scale, v_scale=v_scale
+        )  # fmt: skip
         self.page = page
         self.room = page * (most or pages)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -225,8 +291,10 @@ class PagedKVCache(KVCache):
         Raises:
             InvalidInput: wrong shapes, or no pages are left. Nothing is written then.
         """
+        k, v, beyond = self._narrow(k, v)
         n = self._check(k, v, counts)
         self._reserve_for(n)
+        self._count(beyond)
         place, valid = self._places(n, counts)
         page = self.page_table.gather(
             1, (place // self.page).clamp(max=self.page_table.shape[1] - 1)
@@ -302,13 +370,21 @@ class CacheView(KVCache):
         v: likewise, of head dim E.
         lengths: int32 (B,): how many keys each sequence holds.
         page_table: int32 (B, most): a sequence's pages in order; entries beyond its length may be anything.
+        k_scale: as in `KVCache`, where k is float8_e4m3fn.
+        v_scale: likewise.
 
     Raises:
         InvalidInput: a shape, dtype or device is wrong; the message names it.
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        page_table: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         tables = {"lengths": (lengths, 1), "page_table": (page_table, 2)}
         for name, (table, rank) in tables.items():
@@ -329,6 +405,7 @@ class CacheView(KVCache):
             raise InvalidInput(f"lengths has {lengths.shape[0]} entries; expected {batch}")
         self.k, self.v, self.lengths, self.page_table = k, v, lengths, page_table
         self.room = k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
+        self._take_scales(k_scale, v_scale)
 
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> None:
         """Refused: whoever keeps the cache appends to it.

@@ -7,7 +7,7 @@ sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relampago.masks.blocks import BlockSparse
 from relampago.masks.spec import All, Causal, Document, Prefix, Window
-from relampago.mods import ScoreMod, relative_bias
+from relampago.mods import ScoreMod, relative_bias, window_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,11 @@ def _move(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, ScoreMod):
-        args = [(a[0], a[1].to(device)) if isinstance(a, tuple) else a for a in value.args]
-        return ScoreMod(value.fn, value.dfn, args, value.ddfn)
+        args = [
+            (a[0], *(t.to(device) for t in a[1:])) if isinstance(a, tuple) else a
+            for a in value.args
+        ]
+        return replace(value, args=args)
     if isinstance(value, BlockSparse):
         return BlockSparse(
             type(value.blocks)(*(t.to(device) for t in value.blocks)), value.block, value.shape
@@ -196,6 +199,8 @@ CONTRACT: tuple[Case, ...] = (
          options={"alibi_slopes": lambda g: torch.tensor([0.5, 0.25, 0.125, 0.06]), "causal": True}),
     Case(name="alibi-per-sequence", len_q=30, options={"alibi_slopes": lambda g: torch.rand(2, 4, generator=g)}),
     Case(name="relative-bias", options={"score_mod": lambda g: relative_bias(torch.randn(4, 41, generator=g))}),
+    Case(name="window-bias", len_q=12, len_k=12, kv_heads=2,
+         options={"score_mod": lambda g: window_bias(torch.randn(35, 4, generator=g), (3, 4))}),
     Case(
         name="user-mod",
         kv_heads=2,

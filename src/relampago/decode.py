@@ -11,6 +11,7 @@ from relampago import validate
 from relampago.api import Options, Packing, prepare
 from relampago.cache import KVCache
 from relampago.op import forward_op
+from relampago.quant import E4M3
 
 
 def attention_decode(
@@ -34,7 +35,7 @@ def attention_decode(
     Args:
         q: (B, Lq, H, D); row i of sequence b stands at position lengths[b] - Lq + i, after appending. Packed
             (Tq, H, D) with cu_seqlens_q: prompts and single tokens in one call.
-        cache: a `KVCache`, `PagedKVCache` or `CacheView` of the same batch.
+        cache: a `KVCache`, `PagedKVCache` or `CacheView` of the same batch; its keys and values may be float8_e4m3fn.
         k_new: (B, n, G, D), appended in place first; or None.
         v_new: (B, n, G, E).
         counts: int32 (B,): how many of the n each sequence gets; all if None.
@@ -60,14 +61,18 @@ def attention_decode(
              (cu_seqlens_q is None) == (max_seqlen_q is None)),
             ("options", "hold a bias, dropout or gradient", "none of them in decoding",
              not (set(options) & {"bias", "dropout_p", "dropout_seed", "deterministic"})),
+            ("options", "hold precision or scales", "a cache of float8_e4m3fn, which has them",
+             not (set(options) & {"precision", "q_descale", "k_descale", "v_descale"})),
+            ("q", "has dtype torch.float8_e4m3fn", "fp16, bf16 or fp32 in decoding", q.dtype != E4M3),
         ]
     )  # fmt: skip
     packing = None
     if cu_seqlens_q is not None and max_seqlen_q is not None:
         packing = Packing(cu_seqlens_q, None, max_seqlen_q)
     call = prepare(
-        q, cache.k, cache.v, Options(causal=causal, **options), packing=packing, cache=cache
-    )
+        q, cache.k, cache.v, Options(causal=causal, **cache.descales, **options), packing=packing,
+        cache=cache,
+    )  # fmt: skip
     if k_new is not None and v_new is not None:
         cache.append(k_new, v_new, counts)
     with torch.no_grad():

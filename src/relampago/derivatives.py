@@ -5,6 +5,7 @@
     backward          tangent, backward_tangent               backward_tangent
     tangent           backward_tangent, backward              refused
     backward_tangent  refused                                 refused
+    backward_args     refused                                 refused
 
 Each rule calls ops by the `run` functions below, so that it can be differentiated and transformed in turn.
 """
@@ -22,6 +23,8 @@ from torch.autograd import forward_ad
 from relampago import transforms
 from relampago.errors import Unsupported
 from relampago.op import (
+    NAMES,
+    backward_args_op,
     backward_op,
     backward_tangent_op,
     forward_op,
@@ -30,6 +33,7 @@ from relampago.op import (
 )
 
 MOVERS = 5  # q, k, v, bias and sinks: the inputs that have derivatives, first in every call
+MOD_ARGS = NAMES.index("mod_args") - len(NAMES)  # from the end, as in every op
 Given = tuple[Any, ...]
 
 
@@ -42,6 +46,7 @@ def run(*call: Any) -> tuple[Tensor, Tensor]:
     top = peek_interpreter_stack()
     if top is None and forward_ad._current_level < 0:
         return forward_op(*call)
+    _refuse_tables(call)
     if top is not None and top.key() != TransformType.Jvp:
         return Forward.apply(None, *call)
     moving = _tangents(call)
@@ -60,7 +65,9 @@ def _tangents(call: Given) -> tuple[Tensor | None, ...]:
     *tensors, _, mod_args, _, _ = call
     rest = [t for t in (*tensors[MOVERS:], *mod_args) if isinstance(t, Tensor)]
     if any(forward_ad.unpack_dual(t).tangent is not None for t in rest if t.is_floating_point()):
-        raise Unsupported("forward-mode AD along a score mod's tensors or ALiBi's slopes")
+        raise Unsupported(
+            "forward-mode AD along a score mod's tensors, ALiBi's slopes or FP8 scales"
+        )
     return tuple(None if t is None else forward_ad.unpack_dual(t).tangent for t in call[:MOVERS])
 
 
@@ -76,24 +83,53 @@ def _watched() -> bool:
     )
 
 
-def run_backward(*args: Any) -> tuple[Tensor, ...]:
-    """The backward op, as `run`; a backward that nobody differentiates skips autograd's part, some 30 µs of Python."""
-    if _watched():
-        return Backward.apply(None, *args)
+def _refuse_tables(args: Given) -> None:
+    """Score mods' tensors go in a list, whose gradients a `torch.autograd.Function` does not see."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in args[MOD_ARGS]):
+        raise _tables_watched()
+
+
+def _tables_watched() -> Unsupported:
+    return Unsupported(
+        "gradients of score mod arguments inside a transform of torch.func or under forward-mode AD are not known"
+    )
+
+
+def _unwatched(op: Any, args: Given) -> Any:
+    """A backward op; one that nobody differentiates skips autograd's part, some 30 µs of Python."""
     if torch.is_grad_enabled():
-        return backward_op(*args)
+        return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return backward_op(*args)
+        return op(*args)
+
+
+def _by_function(function: Any, args: Given) -> Any:
+    _refuse_tables(args)
+    return function.apply(None, *args)
+
+
+def run_backward(*args: Any) -> tuple[Tensor, ...]:
+    """The backward op, as `run`."""
+    return _by_function(Backward, args) if _watched() else _unwatched(backward_op, args)
+
+
+def run_backward_args(*args: Any) -> tuple[Any, ...]:
+    """The backward op with gradients of score mods' tensors."""
+    if _watched():
+        raise _tables_watched()
+    return _unwatched(backward_args_op, args)
 
 
 def run_tangent(*args: Any) -> tuple[Tensor, ...]:
     """The forward's tangent, as `run`."""
-    return Tangent.apply(None, *args) if _watched() else tangent_op(*args)
+    return _by_function(Tangent, args) if _watched() else tangent_op(*args)
 
 
 def run_backward_tangent(*args: Any) -> tuple[Tensor, ...]:
     """The backward's tangent, as `run`."""
-    return BackwardTangent.apply(None, *args) if _watched() else backward_tangent_op(*args)
+    if _watched():
+        return _by_function(BackwardTangent, args)
+    return backward_tangent_op(*args)
 
 
 def keep(ctx: Any, args: Given, results: Sequence[Tensor]) -> list[Tensor]:
@@ -129,7 +165,7 @@ def kept(ctx: Any) -> tuple[Given, tuple[Tensor, ...]]:
 def _gradients(ctx: Any, needs: Sequence[bool], found: dict[int, Any]) -> list[Any]:
     """Gradients of all arguments; lists of tensors get a list, as torch.library wants it."""
     return [
-        [None] * (place.stop - place.start) if isinstance(place, slice)
+        found.get(i, [None] * (place.stop - place.start)) if isinstance(place, slice)
         else found.get(i) if needs[i] else None
         for i, place in enumerate(ctx.form)
     ]  # fmt: skip
@@ -146,8 +182,26 @@ def differentiate(
     """Gradients of the forward's arguments, from those of out and LSE."""
     call, (out, lse) = kept(ctx)
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = run_backward(dout, dlse, out, lse, list(needs[:MOVERS]), *call)
-    return _gradients(ctx, needs, dict(enumerate(grads)))
+    given, wanted = (dout, dlse, out, lse), list(needs[:MOVERS])
+    tables = _tables(needs)
+    if not any(tables):
+        return _gradients(ctx, needs, dict(enumerate(run_backward(*given, wanted, *call))))
+    *grads, dargs = run_backward_args(*given, [*wanted, *tables], *call)
+    found: dict[int, Any] = dict(enumerate(grads))
+    found[NAMES.index("mod_args")] = [
+        t if need else None for t, need in zip(dargs, tables, strict=True)
+    ]
+    return _gradients(ctx, needs, found)
+
+
+def _tables(needs: Sequence[Any]) -> Sequence[bool]:
+    """Which of the score mods' tensors need a gradient; a `torch.autograd.Function` has a plain False."""
+    return needs[MOD_ARGS] or ()
+
+
+def _refuse_second(needs: Sequence[Any]) -> None:
+    if any(_tables(needs)):
+        refuse_tables()
 
 
 def differentiate_backward(ctx: Any, needs: Sequence[bool], *u: Tensor | None) -> list[Any]:
@@ -156,6 +210,7 @@ def differentiate_backward(ctx: Any, needs: Sequence[bool], *u: Tensor | None) -
     The backward is the gradient of φ = ⟨dout, out⟩ + ⟨dlse, LSE⟩. By dout and dlse its derivative along u is the
     tangent of out and LSE along u; by the inputs the Hessian of φ times u, which is the backward's tangent along u.
     """
+    _refuse_second(needs)
     (dout, dlse, out, lse, _, *call), _ = kept(ctx)
     along = [_like(t, source) for t, source in zip(u, call[:MOVERS], strict=True)]
     if all(t is None for t in along):
@@ -184,6 +239,7 @@ def differentiate_tangent(
     ⟨dtout, ṫ⟩ for the tangent ṫ = J(x)·t has the gradient J(x)ᵀ·dtout by t, and by x the backward's tangent along t;
     the gradients of out and LSE themselves enter as the tangents of dtout and dtlse.
     """
+    _refuse_second(needs)
     (*args,), (out, lse, tout, tlse) = kept(ctx)
     along, call = args[:MOVERS], args[MOVERS:]
     still, movers = list(needs[:MOVERS]), list(needs[MOVERS : 2 * MOVERS])
@@ -230,6 +286,11 @@ def move_backward(_: Any, args: Given, along: Given) -> tuple[Tensor, ...] | Non
 def refuse_third(*_: Any) -> NoReturn:
     """No op is the derivative of a second one."""
     raise Unsupported("third derivatives of attention: relampago gives the first and the second")
+
+
+def refuse_tables(*_: Any) -> NoReturn:
+    """Gradients of score mods' tensors would need the mods' mixed derivatives."""
+    raise Unsupported("second derivatives by score mod arguments; detach them")
 
 
 def refuse_twice_forward(*_: Any) -> NoReturn:
@@ -302,3 +363,4 @@ for _name, _gradient in (
     ("backward_tangent", refuse_third),
 ):
     _register(_name, _gradient)
+torch.library.register_autograd("relampago::backward_args", refuse_tables, lib=library)

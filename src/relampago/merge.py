@@ -62,6 +62,14 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return out.to(dtype), lse
 
 
+def fold_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge` of two, into the first: one pass over out. A part that saw nothing (lse -inf) changes nothing."""
+    whole = torch.logaddexp(lse, part_lse)
+    share = (part_lse - whole).exp_().masked_fill_(whole == -math.inf, 0.0)
+    out.lerp_(part, share.transpose(1, 2)[..., None])
+    lse.copy_(whole)
+
+
 def widest(dtypes: list[torch.dtype]) -> torch.dtype:
     """The dtype that all promote to."""
     found = dtypes[0]

@@ -7,13 +7,15 @@ tiles in a GPU kernel. It is called as
 
 where q and k are positions among the keys (the last row stands at the last key), head is the query head, `args` is the
 tuple of the mod's tensors, already indexed for the elements at hand, and `math` offers exp, log, tanh, abs, where,
-minimum and maximum. `dfn`, with the same signature, is the derivative of fn by score, `ddfn` that of dfn.
+minimum and maximum. `dfn`, with the same signature, is the derivative of fn by score, `ddfn` that of dfn; those in
+`dargs` are derivatives of fn by the arguments, which then get gradients: a learned table needs no N×N bias.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math as _math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from relampago.errors import InvalidInput
 
 AXES = ("head", "q", "k", "distance")
+BETWEEN = "between"  # a slot by distance between places of their own, which are its next tensor
 
 
 class Math(NamedTuple):
@@ -51,6 +54,7 @@ class Rule(NamedTuple):
     fn: Callable[..., Any]
     dfn: Callable[..., Any] | None
     slots: tuple[str | float, ...]
+    dargs: tuple[Callable[..., Any] | None, ...]
     ddfn: Callable[..., Any] | None = None
 
 
@@ -63,7 +67,10 @@ class ScoreMod:
         dfn: the derivative of fn by score, same signature. Without it a call that needs gradients is refused.
         args: numbers, and pairs (axis, tensor). The axis says by what the tensor's last dimension is indexed: "head"
             (H), "q" (Lq rows), "k" (Lk keys) or "distance" (2·R + 1 entries for k - q clipped to -R..R). Before it,
-            tensors of axis "head" may have (B,), the others (H,) or (B, H). They get no gradient (bias= does).
+            tensors of axis "head" may have (B,), the others (H,) or (B, H). ("distance", tensor, places) measures
+            distance between places[k] and places[q] instead: ints (Lk,) or (B, Lk), by position among the keys.
+        dargs: per argument the derivative of fn by it, same signature, or None; () for none. A tensor that has one
+            gets its gradient, summed over all elements that read an entry.
         ddfn: the derivative of dfn by score, same signature. Without it second derivatives are refused.
 
     Example:
@@ -73,35 +80,57 @@ class ScoreMod:
 
     fn: Callable[..., Any]
     dfn: Callable[..., Any] | None = None
-    args: Sequence[float | tuple[str, Tensor]] = ()
+    args: Sequence[float | tuple[str, Tensor] | tuple[str, Tensor, Tensor]] = ()
+    dargs: Sequence[Callable[..., Any] | None] = ()
     ddfn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, function in (("fn", self.fn), ("dfn", self.dfn), ("ddfn", self.ddfn)):
+        named = [
+            ("fn", self.fn),
+            ("dfn", self.dfn),
+            ("ddfn", self.ddfn),
+            *(("dargs", d) for d in self.dargs),
+        ]
+        for name, function in named:
             if not callable(function) and not (name != "fn" and function is None):
                 raise InvalidInput(
                     f"ScoreMod {name} is a {type(function).__name__}; expected a function"
                 )
+        if self.dargs and len(self.dargs) != len(self.args):
+            raise InvalidInput(
+                f"ScoreMod dargs has {len(self.dargs)} entries; expected {len(self.args)}, one per argument, or none"
+            )
         for value in self.args:
-            if isinstance(value, int | float):
-                continue
-            axis, tensor = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-            if axis not in AXES or not isinstance(tensor, Tensor):
+            if not isinstance(value, int | float) and not _is_pair(value):
                 raise InvalidInput(
                     f"ScoreMod args holds {value!r}; expected numbers and pairs (axis, tensor), axis one of {AXES}"
                 )
 
     @property
     def slots(self) -> tuple[str | float, ...]:
-        """Per argument: its axis, or the number itself."""
+        """Per argument: its axis, BETWEEN, or the number itself."""
         return tuple(
-            value[0] if isinstance(value, tuple) else constant(value) for value in self.args
+            constant(value)
+            if not isinstance(value, tuple)
+            else BETWEEN
+            if len(value) == 3
+            else value[0]
+            for value in self.args
         )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments."""
-        return tuple(value[1] for value in self.args if isinstance(value, tuple))
+        """The tensors among the arguments, in order."""
+        return tuple(t for value in self.args if isinstance(value, tuple) for t in value[1:])
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether an argument is (axis, tensor) or ("distance", tensor, places)."""
+    if not isinstance(value, tuple) or len(value) not in (2, 3) or value[0] not in AXES:
+        return False
+    return all(isinstance(t, Tensor) for t in value[1:]) and (
+        len(value) == 2 or value[0] == "distance"
+    )
 
 
 # A custom op carries tensors and a string, so functions travel by token: the rule a token stands for lives here, for as
@@ -113,7 +142,8 @@ _numbers = itertools.count()
 
 def register(mod: ScoreMod) -> str:
     """The token that stands for a mod's functions and numbers."""
-    rule = Rule(mod.fn, mod.dfn, mod.slots, mod.ddfn)
+    dargs = tuple(mod.dargs) or (None,) * len(mod.args)
+    rule = Rule(mod.fn, mod.dfn, mod.slots, dargs, mod.ddfn)
     token = _tokens.get(rule)
     if token is None:
         name = getattr(mod.fn, "__name__", type(mod.fn).__name__)
@@ -145,30 +175,77 @@ def no_bend(tokens: tuple[str, ...]) -> str | None:
     return f"score mod {missing[0]} has no ddfn, which second derivatives need" if missing else None
 
 
-def gather(
-    axis: str, value: Tensor, b: int, head: Tensor, q: Tensor, k: Tensor, row: Tensor
-) -> Tensor:
-    """An argument's values for the elements at hand (all index tensors broadcast against one another).
+class Argument(NamedTuple):
+    """A tensor argument of a mod, for the elements at hand."""
+
+    axis: str
+    number: int  # among the call's mod_args
+    tensor: Tensor
+    index: tuple[
+        Any, ...
+    ]  # tensor[index] are its values: index tensors that broadcast against one another
+
+
+def bind(
+    rules: Sequence[Rule],
+    tensors: Sequence[Tensor],
+    b: int,
+    head: Tensor,
+    q: Tensor,
+    k: Tensor,
+    row: Tensor,
+) -> Iterator[tuple[Rule, list[Any]]]:
+    """Each rule with its arguments, numbers and `Argument`s (all index tensors broadcast against one another).
 
     Args:
-        axis: one of AXES.
-        value: the argument, in one of the shapes that `ScoreMod` allows.
+        rules: the mods, in order.
+        tensors: the call's mod_args.
         b: the sequence.
         head: query heads.
         q: positions of rows among the keys.
         k: keys.
         row: the rows' own numbers, for axis "q".
     """
+    numbers = iter(range(len(tensors)))
+    for rule in rules:
+        found: list[Any] = []
+        for slot in rule.slots:
+            if not isinstance(slot, str):
+                found.append(slot)
+                continue
+            n = next(numbers)
+            places = tensors[next(numbers)] if slot == BETWEEN else None
+            index = _index(slot, tensors[n], places, b, head, q, k, row)
+            found.append(Argument(slot, n, tensors[n], index))
+        yield rule, found
+
+
+def values(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """What a mod's function takes for its arguments."""
+    return tuple(a.tensor[a.index] if isinstance(a, Argument) else a for a in arguments)
+
+
+def _index(
+    axis: str,
+    tensor: Tensor,
+    places: Tensor | None,
+    b: int,
+    head: Tensor,
+    q: Tensor,
+    k: Tensor,
+    row: Tensor,
+) -> tuple[Any, ...]:
     if axis == "head":
-        return (value if value.ndim == 1 else value[b])[head]
-    if value.ndim == 3:
-        value = value[b]
-    if axis == "distance":
-        reach = value.shape[-1] // 2
-        place = (k - q).clamp(-reach, reach) + reach
+        return (head,) if tensor.ndim == 1 else (b, head)
+    if axis in ("distance", BETWEEN):
+        if places is not None:
+            places = (places[b] if places.ndim == 2 else places).long()
+            q, k = places[q.clamp(0, places.shape[0] - 1)], places[k]
+        reach = tensor.shape[-1] // 2
+        at = (k - q).clamp(-reach, reach) + reach
     else:
-        place = row if axis == "q" else k
-    return value[place] if value.ndim == 1 else value[head, place]
+        at = row if axis == "q" else k
+    return ((at,), (head, at), (b, head, at))[tensor.ndim - 1]
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -178,12 +255,75 @@ def softcap(cap: float) -> ScoreMod:
 
 def alibi(slopes: Tensor) -> ScoreMod:
     """ALiBi (arXiv 2108.12409): minus slope times the distance of key and row; slopes (H,) or (B, H)."""
-    return ScoreMod(_alibi, _one, args=[("head", slopes)], ddfn=zero)
+    return ScoreMod(_alibi, _one, [("head", slopes)], [_alibi_by_slope], ddfn=zero)
 
 
-def relative_bias(table: Tensor) -> ScoreMod:
-    """Add table[…, k - q + R], distances clipped to ±R; table (2·R + 1,), (H, 2·R + 1) or (B, H, 2·R + 1)."""
-    return ScoreMod(_add, _one, args=[("distance", table)], ddfn=zero)
+def relative_bias(table: Tensor, places: Tensor | None = None) -> ScoreMod:
+    """Add table[…, k - q + R], distances clipped to ±R. The table gets its gradient.
+
+    Args:
+        table: (2·R + 1,), (H, 2·R + 1) or (B, H, 2·R + 1).
+        places: ints (Lk,) or (B, Lk): distances are places[k] - places[q] instead of k - q.
+    """
+    arg = ("distance", table) if places is None else ("distance", table, places)
+    return ScoreMod(_add, _one, [arg], [_one], ddfn=zero)
+
+
+def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
+    """T5's bucketed relative bias (arXiv 1910.10683, section 2.1). The table gets its gradient.
+
+    Near distances have a bucket each, farther ones share theirs by the logarithm; beyond max_distance all share one.
+
+    Args:
+        table: (buckets, H), as T5's relative_attention_bias.weight.
+        bidirectional: half of the buckets for keys after the row (an encoder); False: none (a decoder).
+        max_distance: from where on the last bucket is used.
+    """
+    if (
+        not isinstance(table, Tensor)
+        or table.ndim != 2
+        or table.shape[0] < (4 if bidirectional else 2)
+    ):
+        raise InvalidInput(f"table is {_shown(table)}; expected a tensor (buckets, H)")
+    buckets = table.shape[0] // (2 if bidirectional else 1)
+    exact = buckets // 2
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= exact:
+        raise InvalidInput(f"max_distance is {max_distance!r}; expected an int above {exact}")
+    distance = torch.arange(-max_distance, max_distance + 1, device=table.device)  # key minus row
+    far = distance.abs() if bidirectional else (-distance).clamp(min=0)
+    share = (far.clamp(min=1).float() / exact).log() / _math.log(max_distance / exact)
+    coarse = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
+    bucket = torch.where(far < exact, far, coarse)
+    if bidirectional:
+        bucket = bucket + (distance > 0) * buckets
+    return relative_bias(table[bucket].T)
+
+
+def window_bias(table: Tensor, window: Sequence[int]) -> ScoreMod:
+    """Swin's relative position bias (arXiv 2103.14030, equation 4), in windows of 2, 3, … axes.
+
+    The table gets its gradient.
+
+    Args:
+        table: (Π (2·w - 1), H) for axes w, as Swin's relative_position_bias_table.
+        window: the axes' sizes, such as (7, 7); a window's tokens are its keys and rows, the last axis fastest.
+    """
+    sides = tuple(window)
+    if not sides or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in sides):
+        raise InvalidInput(f"window is {window!r}; expected ints of at least 1")
+    rows = _math.prod(2 * w - 1 for w in sides)
+    if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[0] != rows:
+        raise InvalidInput(
+            f"table is {_shown(table)}; expected a tensor ({rows}, H) for window {sides}"
+        )
+    places = torch.zeros((), dtype=torch.long, device=table.device)
+    for w in sides:  # digits of a number whose differences are the table's rows
+        places = places[..., None] * (2 * w - 1) + torch.arange(w, device=table.device)
+    return relative_bias(table.flip(0).T, places.flatten())  # Swin counts from key to row
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _softcap(score, q, k, head, args, math):
@@ -202,6 +342,10 @@ def _softcap_bend(score, q, k, head, args, math):
 
 def _alibi(score, q, k, head, args, math):
     return score - args[0] * math.abs(q - k)
+
+
+def _alibi_by_slope(score, q, k, head, args, math):
+    return -math.abs(q - k)
 
 
 def _add(score, q, k, head, args, math):

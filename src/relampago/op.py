@@ -1,6 +1,7 @@
 """The custom ops: what autograd, torch.compile and the FLOP counter see of relampago.
 
-Four ops: `relampago::forward` and `relampago::backward`, and the derivatives of both along tangents. They take
+`relampago::forward`, which `accumulate` folds into other results; `backward`, with the gradients of score mods'
+tensors as `backward_args`; and the derivatives of both along tangents, `tangent` and `backward_tangent`. They take
 tensors, the sizes that may vary under torch.compile, and one string of static `Facts`. Description, choice and plan
 happen inside, where sizes are concrete. Which op is the derivative of which stands in `derivatives.py`.
 """
@@ -8,6 +9,7 @@ happen inside, where sizes are concrete. Which op is the derivative of which sta
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from relampago.backends import Backend, TwiceDifferentiable
 from relampago.errors import InvalidInput, Unsupported
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
+from relampago.merge import fold_
 from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
@@ -32,40 +35,47 @@ from relampago.problem import (
     accumulate_dtype,
     describe,
 )
+from relampago.quant import E4M3
 from relampago.select import choose
 from relampago.work import Work
 
-_INPUTS = (
+INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor[] blocks, "
+    "Tensor? lens_k, Tensor? page_table, Tensor? row_start, Tensor? row_end, Tensor? seed, Tensor? q_scale, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor[] blocks, "
     "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
 _RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
-_BACKWARD = f"{_RESULTS}, bool[] wanted, {_INPUTS}"
+_BACKWARD = f"{_RESULTS}, bool[] wanted, {INPUTS}"
 _TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tsinks"
-_TANGENT = f"{_TANGENTS}, {_INPUTS}"
+_TANGENT = f"{_TANGENTS}, {INPUTS}"
 _MOVING = "Tensor? tdout, Tensor? tdlse, Tensor tout, Tensor tlse"
-_BACKWARD_TANGENT = f"{_RESULTS}, {_MOVING}, bool[] wanted, {_TANGENTS}, {_INPUTS}"
-_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD_TANGENT = f"{_RESULTS}, {_MOVING}, bool[] wanted, {_TANGENTS}, {INPUTS}"
+_GRADIENTS = "Tensor, Tensor, Tensor, Tensor, Tensor"
 NAMES, BACKWARD_NAMES, TANGENT_NAMES, BACKWARD_TANGENT_NAMES = (
     tuple(part.split()[-1] for part in schema.split(", "))
-    for schema in (_INPUTS, _BACKWARD, _TANGENT, _BACKWARD_TANGENT)
+    for schema in (INPUTS, _BACKWARD, _TANGENT, _BACKWARD_TANGENT)
 )
 library = torch.library.Library("relampago", "DEF")
-library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
-library.define(f"backward({_BACKWARD}) -> {_GRADIENTS}")
+library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
+library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {INPUTS}) -> ()")
+library.define(f"backward({_BACKWARD}) -> ({_GRADIENTS})")
+# the same with gradients of mod_args: `wanted` goes on with an entry for each
+library.define(f"backward_args({_BACKWARD}) -> ({_GRADIENTS}, Tensor[])")
 library.define(f"tangent({_TANGENT}) -> (Tensor, Tensor, Tensor, Tensor)")
-library.define(f"backward_tangent({_BACKWARD_TANGENT}) -> {_GRADIENTS}")
+library.define(f"backward_tangent({_BACKWARD_TANGENT}) -> ({_GRADIENTS})")
 forward_op = torch.ops.relampago.forward.default
+accumulate_op = torch.ops.relampago.accumulate.default
 backward_op = torch.ops.relampago.backward.default
+backward_args_op = torch.ops.relampago.backward_args.default
 tangent_op = torch.ops.relampago.tangent.default
 backward_tangent_op = torch.ops.relampago.backward_tangent.default
 
 
 def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
     """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
-    (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, blocks, mod_args, sizes,
-     text) = args  # fmt: skip
+    (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, q_scale, k_scale, v_scale,
+     blocks, mod_args, sizes, text) = args  # fmt: skip
     facts = Facts.decode(text)
     x = Arrays(
         q=q,
@@ -90,6 +100,10 @@ def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
         dropout_p=facts.dropout_p,
         shard=facts.shard,
         dtype=None if facts.dtype is None else getattr(torch, facts.dtype),
+        precision=facts.precision,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return x, facts
 
@@ -113,10 +127,12 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-def decide(x: Arrays, facts: Facts, moving: bool = False) -> tuple[Problem, Backend, Plan]:
-    """What a forward asks of which backend, and its plan."""
+def decide(
+    x: Arrays, facts: Facts, statistic: str = "", moving: bool = False
+) -> tuple[Problem, Backend, Plan]:
+    """What a forward, a statistic or a tangent asks of which backend, and its plan."""
     _check_cu_seqlens(x)
-    problem = describe(x, facts, moving=moving)
+    problem = describe(x, facts, statistic=statistic, moving=moving)
     return problem, *_decide(problem, facts.backend, facts.plan)
 
 
@@ -128,15 +144,49 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     return out.to(x.out_dtype), lse
 
 
+@torch.library.impl(library, "accumulate", "CompositeExplicitAutograd")
+def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> None:
+    x, facts = gather(args)
+    x.into = (whole, whole_lse)
+    problem, backend, plan = decide(x, facts)
+    out, lse = backend.forward(problem, plan, x)
+    if out is not whole:
+        fold_(whole, whole_lse, out, lse)
+
+
 @torch.library.impl(library, "backward", "CompositeExplicitAutograd")
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
+    *grads, _ = _backward_args(dout, dlse, out, lse, wanted, *args)
+    return tuple(grads)
+
+
+@torch.library.impl(library, "backward_args", "CompositeExplicitAutograd")
+def _backward_args(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
+) -> tuple[Any, ...]:
     x, facts = gather(args)
-    wish = Wanted(*wanted)
+    if facts.precision is not None and x.q.dtype != E4M3:
+        x, facts = replace(x, precision=None), facts._replace(precision=None, plan=())
+        if (
+            not facts.shard
+        ):  # straight through: out and LSE of what is differentiated, not of its FP8 likeness
+            problem, backend, plan = decide(x, facts)
+            out, lse = backend.forward(problem, plan, x)
+            out = out.to(x.out_dtype)
+    q, k, v, bias, sinks, *mod_args = wanted
+    wish = Wanted(q, k, v, bias, sinks, tuple(mod_args))
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
-    return _returned(x, backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish))
+    grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
+    return (
+        *_returned(x, grads),
+        [
+            _absent(x.q) if grad is None else grad.to(source.dtype)
+            for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
+        ],
+    )
 
 
 @torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
@@ -178,11 +228,11 @@ def _backward_tangent(
 
 
 def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
-    """Gradients as an op returns them."""
+    """Gradients of the inputs as an op returns them."""
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
     return tuple(
         _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
-        for grad, source in zip(grads, inputs, strict=True)
+        for grad, source in zip(grads[:5], inputs, strict=True)
     )
 
 
@@ -242,8 +292,7 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _gradients_fake(wanted: list[bool], call: tuple[Any, ...]) -> tuple[Tensor, ...]:
     x, _ = gather(call)
-    wish = Wanted(*wanted)
-    present = (True, True, True, x.bias is not None and wish.bias, x.sinks is not None)
+    present = (True, True, True, x.bias is not None and wanted[3], x.sinks is not None)
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
     return tuple(
         source.new_empty(source.shape, dtype=x.dtype or source.dtype)
@@ -253,9 +302,32 @@ def _gradients_fake(wanted: list[bool], call: tuple[Any, ...]) -> tuple[Tensor, 
     )
 
 
+@torch.library.register_fake("relampago::accumulate", lib=library)
+def _accumulate_fake(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("relampago::backward_args", lib=library)
+def _backward_args_fake(*args: Any) -> tuple[Any, ...]:
+    wanted, call = args[4], args[5:]
+    x, _ = gather(call)
+    return (
+        *_gradients_fake(wanted, call),
+        [
+            source.new_empty(source.shape) if there else _absent(x.q)
+            for there, source in zip(wanted[5:], x.mod_args, strict=True)
+        ],
+    )
+
+
 @register_flop_formula(torch.ops.relampago.forward)
 def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return Work.of_shapes(*_sizes(shapes)).forward_flops
+
+
+@register_flop_formula(torch.ops.relampago.accumulate)
+def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return Work.of_shapes(*_sizes(shapes[2:])).forward_flops
 
 
 @register_flop_formula(torch.ops.relampago.tangent)
@@ -270,7 +342,7 @@ def _backward_tangent_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) 
     return Work.of_shapes(*_sizes(shapes[14:])).backward_tangent_flops(*given)
 
 
-@register_flop_formula(torch.ops.relampago.backward)
+@register_flop_formula([torch.ops.relampago.backward, torch.ops.relampago.backward_args])
 def _backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return Work.of_shapes(*_sizes(shapes[5:])).backward_flops
 

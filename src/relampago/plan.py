@@ -33,6 +33,10 @@ class Plan:
         pingpong: 1 if warpgroups take turns at issuing their products (gluon).
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
+        lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2 (gluon).
+        reach: MiB of keys and values that heads in flight share under a mask; 0: what fits the L2 cache (gluon).
+        promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1,
+            2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
@@ -48,6 +52,9 @@ class Plan:
     ahead: int = 0
     pin: int = 0
     rotate: int = 0
+    lazy: int = 0
+    reach: int = 0
+    promote: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -104,11 +111,13 @@ def _row(row: dict[str, Any], where: str) -> Row:
         raise InvalidInput(
             f"{where}: row {row} needs plan (of {sorted(known)}), from, and may have when"
         )
-    when = tuple(
-        (name, tuple(value) if isinstance(value, list) else value)
-        for name, value in row.get("when", {}).items()
-    )
+    when = tuple((name, _tuples(value)) for name, value in row.get("when", {}).items())
     return Row(when, Plan(**row["plan"]), row["from"])
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples: `mods = [[]]` is one of no mods."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def first_match(archs: tuple[str, ...], kernel: str, p: Problem) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import platform
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,6 +16,8 @@ from torch import Tensor
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
 from relampago.mods import no_bend, no_slope
+
+FP8_PRODUCTS, FP8_CACHE = "FP8 products", "FP8 keys in a cache"
 
 
 class Layout(str, Enum):
@@ -67,6 +70,7 @@ class Facts(NamedTuple):
     shard: bool = False  # part of a larger attention: in the backward, LSE is the whole's
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()  # a forced plan
+    precision: str | None = None  # "fp8": products of e4m3 numbers
 
     def encode(self) -> str:
         """As a string."""
@@ -105,6 +109,13 @@ class Arrays:
     dropout_p: float = 0.0
     shard: bool = False  # LSE is a larger attention's
     dtype: torch.dtype | None = None  # of out and gradients, if not that of the inputs
+    # (out, lse) of other keys, to go on from, see `Backend.forward`
+    into: tuple[Tensor, Tensor] | None = None
+    max_logits: Tensor | None = None  # (B, H) of -inf: a forward without mods and bias raises it
+    precision: str | None = None  # "fp8": products of e4m3 numbers
+    q_scale: Tensor | None = None  # fp32 (B, H, blocks or 1), where q is e4m3
+    k_scale: Tensor | None = None  # fp32 (B, G, blocks or 1), where k is
+    v_scale: Tensor | None = None
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -171,6 +182,14 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
+class RowStatistics(NamedTuple):
+    """What `statistics.rows` tells; all but max_logits are shaped like LSE, in its dtype."""
+
+    lse: Tensor
+    entropy: Tensor
+    max_logits: Tensor  # (B, H)
+
+
 class Wanted(NamedTuple):
     """Which gradients are asked for."""
 
@@ -179,6 +198,7 @@ class Wanted(NamedTuple):
     v: bool = True
     bias: bool = False
     sinks: bool = False
+    mod_args: tuple[bool, ...] = ()  # of each tensor among Arrays.mod_args; () for none
 
 
 class Grads(NamedTuple):
@@ -189,6 +209,7 @@ class Grads(NamedTuple):
     v: Tensor | None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    mod_args: tuple[Tensor | None, ...] = ()
 
 
 class Tangents(NamedTuple):
@@ -237,9 +258,14 @@ class Problem:
     mods: tuple[str, ...] = ()
     bias: bool = False
     bias_grad: bool = False
+    mod_grads: bool = False
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
+    statistic: str = ""  # one of STATISTICS
+    fp8: Literal["", "products", "cache"] = (
+        ""  # what is in e4m3: all operands, or keys and values in a cache
+    )
 
     def backward(self) -> Problem:
         """The same problem, the other way."""
@@ -259,11 +285,15 @@ class Problem:
             "score mods": bool(self.mods),
             "bias": self.bias,
             "the bias gradient": self.bias_grad,
+            "gradients of score mod arguments": self.mod_grads,
             "sinks": self.sinks,
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
             "tangents": self.moving and self.direction == "forward",
             "second derivatives": self.moving and self.direction == "backward",
+            self.statistic: bool(self.statistic),
+            FP8_PRODUCTS: self.fp8 == "products",
+            FP8_CACHE: self.fp8 == "cache",
         }
         return frozenset(name for name, present in flags.items() if present)
 
@@ -279,8 +309,10 @@ class Problem:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """bf16, fp16, fp32, fp64."""
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+    """bf16, fp16, fp32, fp64, e4m3."""
+    names = {
+        "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "e4m3",
+    }  # fmt: skip
     name = str(dtype).removeprefix("torch.")
     return names.get(name, name)
 
@@ -288,6 +320,13 @@ def short_dtype(dtype: torch.dtype) -> str:
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums, LSE and partial results are held in: fp32, or fp64 for fp64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_lse(x: Arrays) -> Tensor:
+    """The LSE of rows that see nothing: -inf, (B, H, Lq) or (H, total)."""
+    rows = x.q.shape
+    shape = (rows[0], rows[2], rows[1]) if x.cu_q is None else (rows[1], rows[0])
+    return x.q.new_full(shape, -math.inf, dtype=accumulate_dtype(x.q.dtype))
 
 
 def round_up(n: int) -> int:
@@ -302,6 +341,7 @@ def describe(
     wanted: Wanted | None = None,
     device: Device | None = None,
     moving: bool = False,
+    statistic: str = "",
 ) -> Problem:
     """The Problem that tensors and facts amount to; a backward one if gradients are wanted."""
     return Problem(
@@ -327,9 +367,12 @@ def describe(
         mods=facts.mods,
         bias=x.bias is not None,
         bias_grad=wanted is not None and wanted.bias,
+        mod_grads=wanted is not None and any(wanted.mod_args),
         sinks=x.sinks is not None,
         dropout=facts.dropout_p > 0,
         deterministic=facts.deterministic,
+        statistic=statistic,
+        fp8="products" if facts.precision else "" if x.k_scale is None else "cache",
     )
 
 
@@ -343,18 +386,27 @@ def refuse_backward(p: Problem) -> str | None:
     """What no backend can differentiate: mods without a derivative, keys in a cache."""
     if p.direction == "forward" and not p.moving:
         return None
+    if p.statistic:
+        return "statistics have no gradient"
     if p.layout_k in (Layout.CACHE, Layout.PAGED):
         return "keys in a cache have no gradient"
+    if p.dtype == "e4m3":
+        return "e4m3 inputs have no gradient"
+    if p.moving and p.fp8 == "products":
+        return "FP8 products have no tangents and no second derivatives"
     return no_slope(p.mods) or (no_bend(p.mods) if p.moving and p.direction == "backward" else None)
 
 
+STATISTICS = ("max logits", "row statistics", "column sums")
 FEATURES = frozenset(
     name
     for layout in Layout
+    for statistic in STATISTICS
     for direction in ("forward", "backward")
     for name in Problem(
         direction=direction, moving=True, device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1,
         len_k=1, dim=1, dim_v=1, dtype="fp32", layout_k=layout, left=True, right=True, prefix=True, tables=True,
-        blocks=True, mask=True, mods=("any",), bias=True, bias_grad=True, sinks=True, dropout=True, deterministic=True,
+        blocks=True, mask=True, mods=("any",), bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True,
+        deterministic=True, statistic=statistic,
     ).features()
 )  # fmt: skip

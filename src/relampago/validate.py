@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relampago.errors import InvalidInput
+from relampago.quant.cast import BLOCK, E4M3, check_scales
 
 Check = tuple[str, Any, Any, bool]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,6 +30,31 @@ def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> N
                     dtype = str(value.dtype).removeprefix("torch.")
                     lines.append(f"  {label} {tuple(value.shape)} {dtype} {value.device}")
             raise InvalidInput("\n".join(lines))
+
+
+def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
+    """What a partial result is to be merged into."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shapes = ((*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1]))
+    found = {"out": out, "lse": lse}
+    for (name, t), shape in zip(found.items(), shapes, strict=True):
+        at = f"into's {name}"
+        require(
+            [
+                (at, ("has shape {}", tuple(t.shape)), shape, tuple(t.shape) == shape),
+                (at, ("has dtype {}", t.dtype), dtype, t.dtype == dtype),
+                (at, ("is on {}", t.device), q.device, t.device == q.device),
+                (
+                    at,
+                    ("has strides {}", t.stride()),
+                    "1 in the last dimension",
+                    t.stride(-1) == 1 or t.shape[-1] == 1,
+                ),
+            ],
+            found,
+        )
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, v, out, lse))
+    require([("into", "is given while gradients are recorded", "torch.no_grad()", not recorded)])
 
 
 def _text(part: Any) -> str:
@@ -60,9 +86,21 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool, cached: bool = False) -> No
         named,
     )
     checks: list[Check] = [
-        ("q", ("has dtype {}", q.dtype), "fp16, bf16, fp32 or fp64", q.dtype in FLOATS),
-        ("k", ("has dtype {}", k.dtype), ("{}, as q", q.dtype), k.dtype == q.dtype),
-        ("v", ("has dtype {}", v.dtype), ("{}, as q", q.dtype), v.dtype == q.dtype),
+        (
+            "q",
+            ("has dtype {}", q.dtype),
+            "fp16, bf16, fp32 or fp64",
+            q.dtype in FLOATS or q.dtype == E4M3,
+        ),
+        *(
+            (
+                name,
+                ("has dtype {}", t.dtype),
+                ("{}, as q", q.dtype),
+                t.dtype == q.dtype or (cached and t.dtype == E4M3 and k.dtype == v.dtype),
+            )
+            for name, t in (("k", k), ("v", v))
+        ),
         ("k", ("is on {}", k.device), ("{}, as q", q.device), k.device == q.device),
         ("v", ("is on {}", v.device), ("{}, as q", q.device), v.device == q.device),
         ("q", "has head dim 0", "at least 1", q.shape[-1] > 0),
@@ -204,6 +242,53 @@ def extras(
         )
 
 
+def fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Any,
+    descales: tuple[Any, Any, Any],
+    full: tuple[int, int, int, int],
+) -> list[Tensor | None]:
+    """Precision and scales; full = (B, H, Lq, Lk). Scales come back as (B, heads of the tensor, blocks or 1)."""
+    batch, _, len_q, len_k = full
+    wide = q.dtype == torch.float64
+    require(
+        [
+            ("precision", ("is {!r}", precision), "None or 'fp8'", precision in (None, "fp8")),
+            ("precision", "is 'fp8'", "None where q is fp64", not (wide and precision)),
+        ]
+    )
+    found: list[Tensor | None] = []
+    for name, t, scale in zip("qkv", (q, k, v), descales, strict=True):
+        label, given = f"{name}_descale", isinstance(scale, Tensor)
+        got = "is given" if given else ("is {!r}", scale)
+        require(
+            [
+                (
+                    label,
+                    got,
+                    ("None, as {} is {}", name, t.dtype),
+                    t.dtype == E4M3 or scale is None,
+                ),
+                (label, got, ("fp32 scales, as {} is {}", name, t.dtype), t.dtype != E4M3 or given),
+            ]
+        )
+        if not isinstance(scale, Tensor):
+            found.append(None)
+            continue
+        groups, own = k.shape[-2], t.shape[-2]
+        if scale.ndim == 2:  # FlashAttention-3's form, per kv head
+            require(
+                [(label, ("has shape {}", tuple(scale.shape)), (batch, groups), tuple(scale.shape) == (batch, groups))]
+            )  # fmt: skip
+            scale = scale.repeat_interleave(own // groups, 1)[..., None]
+        blocks = max(1, -(-(len_q if name == "q" else len_k) // BLOCK))
+        check_scales(label, scale, batch, own, blocks, q.device)
+        found.append(scale.expand(batch, own, -1))
+    return found
+
+
 def packing(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
     """cu_seqlens and the longest lengths; their values are checked inside the op."""
     packed("q", q, cu_q, max_q)
@@ -236,13 +321,14 @@ def packed(side: str, like: Tensor, cu: Any, longest: Any) -> None:
 
 
 def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: torch.device) -> None:
-    """Shapes of score mods' tensors against (B, H, Lq, Lk); none may want a gradient."""
+    """Shapes of score mods' tensors against (B, H, Lq, Lk); only those with a derivative may want a gradient."""
     batch, heads, len_q, len_k = full
     for mod in mods:
-        for value in mod.args:
+        dargs = mod.dargs or [None] * len(mod.args)
+        for value, darg in zip(mod.args, dargs, strict=True):
             if not isinstance(value, tuple):
                 continue
-            axis, tensor = value
+            axis, tensor, *places = value
             if axis == "head":
                 shapes = [(heads,), (batch, heads)]
             else:
@@ -257,7 +343,20 @@ def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: tor
                     ("score_mod", ("has {} distances", shape[-1:]), "an odd number, 2·R + 1", odd),
                     ("score_mod", ("has an argument on {}", tensor.device), ("{}, as q", device),
                      tensor.device == device),
-                    ("score_mod", "has an argument that requires a gradient", "constants (a bias gets a gradient)",
-                     not tensor.requires_grad),
+                    ("score_mod", "has an argument that requires a gradient", "its derivative in dargs, or a constant",
+                     darg is not None or not tensor.requires_grad),
                 ]
             )  # fmt: skip
+            for t in places:
+                _places(t, [(len_k,), (batch, len_k)], device)
+
+
+def _places(t: Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+    require(
+        [
+            ("score_mod", ("has places of shape {}", tuple(t.shape)), ("one of {}", shapes), tuple(t.shape) in shapes),
+            ("score_mod", ("has places of dtype {}", t.dtype), "torch.int32 or torch.int64",
+             t.dtype in (torch.int32, torch.int64)),
+            ("score_mod", ("has places on {}", t.device), ("{}, as q", device), t.device == device),
+        ]
+    )  # fmt: skip

@@ -79,6 +79,18 @@ class Work:
         """Forward with S and P each written and read."""
         return self.flash_bytes(itemsize) - 4 * self.rows + 4 * itemsize * self.scores
 
+    def flash_backward_bytes(self, itemsize: int) -> int:
+        """Backward, each tensor once: q, k, v, out, dout, LSE in; dq, dk, dv out."""
+        inputs = self.dim * (self.rows + self.keys) + self.dim_v * self.keys
+        return itemsize * (2 * inputs + 2 * self.dim_v * self.rows) + 4 * self.rows
+
+    def standard_backward_bytes(self, itemsize: int) -> int:
+        """Backward by Algorithm 3 of arXiv 2205.14135: P read twice, dP written and read, dS written, read twice."""
+        once = (
+            self.flash_backward_bytes(itemsize) - 4 * self.rows - itemsize * self.dim_v * self.rows
+        )
+        return once + 7 * itemsize * self.scores
+
     def flash_extra_memory(self) -> int:
         """Bytes held besides inputs and output: the LSE."""
         return 4 * self.rows

@@ -52,6 +52,9 @@ def dims(row: Row) -> tuple[int, int]:
     return when.get("dim_max", when.get("dim", 256)), when.get("dim_v_max", when.get("dim_v", 256))
 
 
+FOLDING = 480  # bytes: a tile of O is read, by its addresses, while the first scores are there
+
+
 def reaches(row: Row, mask: str) -> bool:
     """Whether the row is what a call with this mask finds."""
     band, (dim, dim_v), when = MASKS[mask][2], dims(row), dict(row.when)
@@ -137,11 +140,11 @@ def exponentials_under_pv(body: list[str]) -> tuple[int, int]:
     return tuple(sum("MUFU.EX2" in line for line in part) for part in (body[slice(*waits)], body))
 
 
-def check(built: Built, plan: Plan, spills: int = 0) -> None:
-    """What holds of every variant; `spills` are bytes of a thread that may be."""
+def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
+    """What holds of every variant; `spills` are bytes of a thread that may be, `outside` those outside main loops."""
     assert built.shared <= SHARED
     loose = not OLD
-    assert built.spills <= (NEWEST_SPILLS[plan.block_q] if loose else 0) + spills
+    assert built.spills <= (NEWEST_SPILLS[plan.block_q] if loose else 0) + spills + outside
     said = assembler_says(built)
     assert "C75" not in said, said  # C7512: products are serialised; C7508: setmaxnreg is ignored
     ptx = built.asm["ptx"]
@@ -202,6 +205,25 @@ def test_every_schedule(monkeypatch, schedule, pingpong) -> None:
     check(build(monkeypatch, plan, arrays(row, "causal")), plan)
 
 
+@pytest.mark.parametrize(("dim", "causal"), [(64, True), (96, False), (128, True), (256, True)])
+def test_lazy_rescaling_is_a_branch(monkeypatch, dim, causal) -> None:
+    """Around as many products as O has elements in a thread, and no product of the tensor cores is serialised."""
+    row = next(r for r in TABLE if dims(r)[0] >= dim and reaches(r, "causal" if causal else "full"))
+    row = Row((("dim", dim), ("dim_v", dim)), row.plan, row.source)
+    plan = replace(row.plan, lazy=1)
+    built = build(monkeypatch, plan, arrays(row, "causal" if causal else "full"))
+    check(built, plan)
+    for body in main_loops(disassembled(built)):
+        votes = [i for i, line in enumerate(body) if "VOTE" in line]
+        assert len(votes) == (2 if dim == 96 else dim // 64)  # of 32 elements, or fewer
+        for vote in votes:
+            jump = next(
+                i for i, line in enumerate(body[vote:]) if " BRA" in f" {line}" and "@" in line
+            )
+            after = body[vote + jump + 1 : vote + jump + 5]
+            assert sum("FMUL" in line for line in after) >= 2
+
+
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:
     """What the table has for a call."""
     p = Problem(
@@ -247,6 +269,17 @@ def test_document_tables(monkeypatch, dim, dim_v, causal) -> None:
     x = Arrays(q=q, k=k, v=v, scale=1.0, band=band, len_q=512, len_k=512)
     plan = found_by(dim, dim_v)
     check(build(monkeypatch, plan, x), plan, TABLE_SPILLS)
+
+
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("row", ROWS)
+def test_partial_results(monkeypatch, row, folds) -> None:
+    mask = next(name for name in ("causal", "full") if reaches(row, name))
+    x = replace(arrays(row, mask), dtype=torch.float32)
+    if folds:
+        b, n, h, _ = x.q.shape
+        x.into = torch.zeros(b, n + 64, h, x.v.shape[3])[:, :n], torch.zeros(b, h, n + 64)[..., :n]
+    check(build(monkeypatch, row.plan, x), row.plan, outside=FOLDING if folds else 0)
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), [(80, 80), (192, 128), (40, 72), (160, 160), (64, 128)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from relampago.cache import KVCache, PagedKVCache
 from relampago.flash_attn import flash_attn_with_kvcache
 from relampago.op import arrays_of, problem_of
 from relampago.plan import Plan
+from relampago.quant import E4M3, emulation
 
 exact.patch()
 torch.set_num_threads(1)
@@ -207,3 +210,17 @@ def test_chunks_in_the_drop_in(rows) -> None:
 def under(backend, function, *args, **kwargs):
     with rl.using(backend=backend, plan=PLAN_FORWARD):
         return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("kind", ["cache", "page16", "page7"])
+def test_keys_in_e4m3(kind, splits) -> None:
+    x = arrays(kind, 2, torch.float16, softcap=3.0 if kind == "page7" else None)
+    scales = torch.linspace(0.1, 0.5, B * G).view(B, G, 1)
+    x = replace(x, k=x.k.to(E4M3), v=x.v.to(E4M3), k_scale=scales, v_scale=2 * scales)
+    got = dict(zip(("out", "lse"), decode(x, PLAN, splits=splits), strict=True))
+    standard, oracle = (
+        dict(zip(("out", "lse"), emulation.run(x, partial(attend, dtype=dtype)), strict=True))
+        for dtype in (torch.float16, torch.float64)
+    )
+    check("decode", got, standard, oracle, torch.float16)

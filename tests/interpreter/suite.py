@@ -84,6 +84,27 @@ def lowered(case, dtype=torch.float32):
 PLAN = Plan(block_q=32, block_k=32)
 
 
+@pytest.mark.parametrize("name", ["bottom-right", "dim-40-v-72", "relative-bias"])
+def test_fold_into_other_keys(name) -> None:
+    """What another shard found, as rows of a longer result; a row that neither sees stays 0 with LSE -inf."""
+    x = lowered(find(name))
+    out, lse = forward.forward(x, PLAN)
+    b, n, h, e = out.shape
+    other, other_lse = torch.randn_like(out), torch.randn_like(lse)
+    other[:, 1], other_lse[:, :, 1] = 0, -torch.inf
+    want = rl.merge((other, other_lse), (out, lse))
+    longer, longer_lse = torch.full((b, n + 40, h, e), 7.0), torch.full((b, h, n + 40), 7.0)
+    x.into = longer[:, 3 : n + 3], longer_lse[:, :, 3 : n + 3]
+    for t, value in zip(x.into, (other, other_lse), strict=True):
+        t.copy_(value)
+    forward.forward(x, PLAN)
+    for got, expected in zip(x.into, want, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
+    assert (longer[:, :3] == 7).all()
+    assert (longer[:, n + 3 :] == 7).all()
+    assert (longer_lse[:, :, n + 3 :] == 7).all()
+
+
 def test_rows_and_keys_of_no_sequence() -> None:
     """Beyond cu_seqlens' end: out 0, LSE -inf, gradients 0, whatever lies there."""
     x = lowered(find("packed"))

@@ -14,7 +14,10 @@ pytest.importorskip("numpy")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["suite", "decode_suite", "tangent_suite"])
+@pytest.mark.parametrize(
+    "name",
+    ["suite", "decode_suite", "tangent_suite", "statistics_suite", "tables_suite", "quant_suite"],
+)
 def test_kernels_in_the_interpreter(name: str) -> None:
     suite = Path(__file__).parent / f"{name}.py"
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -33,6 +33,19 @@ def namespace() -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("page", ["statistics.md", "bias.md"])
+def test_pages_run(page) -> None:
+    """A page's blocks, one after the other."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    names = namespace()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+    if "whole" in names:
+        want = names["statistics"].rows(names["q"], names["k"], causal=True)
+        torch.testing.assert_close(names["whole"], want)
+        torch.testing.assert_close(torch.cat(names["sides"], -1), names["received"])
+
+
 @pytest.mark.parametrize("page", ["README.md", "README.es.md"])
 def test_readme_blocks(page) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -50,6 +63,27 @@ def test_readme_blocks(page) -> None:
             ).replace('"cuda"', '"cpu"')
             names.update(k_new=names["k"][:, :3], v_new=names["v"][:, :3], q=names["q"][:, :3])
         exec(compile(block, page, "exec"), names)
+
+
+def test_fp8_page() -> None:
+    """Its blocks run one after the other."""
+    text = (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    names = namespace()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "fp8.md", "exec"), names)
+    assert names["out"].shape == (2, 1, 32, 128)
+
+
+def test_the_tour() -> None:
+    """The blocks of docs/index.md, one after another."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, "index.md", "exec"), names)
+    want = rl.attention(names["q"], names["k"], names["v"], causal=True)
+    torch.testing.assert_close(names["both"], want)
 
 
 def test_the_example_in_parts_is_exact() -> None:

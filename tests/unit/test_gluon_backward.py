@@ -20,7 +20,7 @@ from relampago.problem import Arrays, Grads, Saved, Wanted
 
 MODULES = (
     "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "boxes", "combine", "counter", "sizes",
-    "launch", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins", "sm90_queries",
+    "launch", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins", "sm90_queries",
     "backward_launch",
 )  # fmt: skip
 
@@ -75,7 +75,12 @@ CASES = {
     "sinks": {"lq": 100, "lk": 150, "sinks": True},
     "sinks-blind-rows": {"lq": 150, "lk": 100, "sinks": True, "causal": True},
     "softcap": {"lq": 100, "lk": 150, "cap": 2.0, "causal": True, "scale": 1.0},
-}
+    "documents": {"lq": 300, "lk": 300, "documents": [0, 17, 60, 200]},
+    "documents-causal": {"lq": 260, "lk": 300, "documents": [5, 64, 260], "causal": True, "g": 1},
+    "documents-per-sequence": {
+        "lq": 200, "lk": 200, "b": 2, "documents": [[0, 9, 140], [3, 120, 200]], "left": 40,
+    },
+}  # fmt: skip
 
 
 def given(x: Arrays, dlse: bool = True) -> tuple[Any, ...]:

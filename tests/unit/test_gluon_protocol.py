@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend
 from relampago.masks.rules import Band
 from relampago.masks.spec import Document, Extent, resolve
+from relampago.merge import merge
 from relampago.mods import register, softcap
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -267,6 +269,51 @@ def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     seen = {schedule.turned(j, 10, 3, schedule.TURN) for j in range(10)}
     assert seen == set(range(10))
     assert schedule.turned(0, 10, 3, schedule.TURN) == 0
+
+
+@pytest.mark.parametrize("name", ["causal-blind-rows", "dims-both-in-two", "heads-packed", "sinks"])
+def test_partial_results_in_fp32_and_folded(launcher, name) -> None:
+    """A shard's result keeps fp32, and goes into rows of a longer one without touching its neighbours."""
+    x = replace(arrays({**CASES, **MORE}[name]), dtype=torch.float32)
+    plan = PLANS["dynamic-128x128-2-turns"]
+    out, lse = run(launcher, x, plan, 0)
+    assert out.dtype == torch.float32
+    compare(x, (out, lse))
+    assert (out != out.bfloat16()).any()
+    b, n, h, e = out.shape
+    other, other_lse = torch.randn(b, n, h, e), torch.randn(b, h, n)
+    other[:, 1], other_lse[:, :, 1] = 0, -INF
+    want = merge((other, other_lse), (out, lse))
+    longer, longer_lse = torch.full((b, n + 40, h, e), 7.0), torch.full((b, h, n + 40), 7.0)
+    x.into = longer[:, 3 : n + 3], longer_lse[:, :, 3 : n + 3]
+    for t, value in zip(x.into, (other, other_lse), strict=True):
+        t.copy_(value)
+    assert run(launcher, x, plan, 1)[0] is x.into[0]
+    for got, expected in zip(x.into, want, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    assert (longer[:, :3] == 7).all()
+    assert (longer[:, n + 3 :] == 7).all()
+    assert (longer_lse[:, :, n + 3 :] == 7).all()
+
+
+@pytest.mark.parametrize("name", ["full", "causal-blind-rows", "softcap", "dims-in-two"])
+@pytest.mark.parametrize("steep", [1.0, 40.0], ids=["stale", "growing"])
+def test_maxima_that_may_be_stale(launcher, name, steep) -> None:
+    """Scores that hardly grow, and some that grow by far more than a stale maximum bears."""
+    x = arrays({**CASES, **MORE}[name])
+    x.k.mul_(torch.linspace(steep, 1.0, x.len_k).bfloat16()[:, None, None])  # the last come first
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1)
+    compare(x, run(launcher, x, plan, 0))
+
+
+def test_a_growing_maximum_that_is_not_rescaled_is_a_wrong_result(launcher, monkeypatch) -> None:
+    kernel = sys.modules["relampago.backends.gluon.sm90_forward"]
+    monkeypatch.setattr(kernel, "rescaled", lambda acc, factor: acc)
+    x = arrays(CASES["full"])
+    x.k.mul_(torch.linspace(40.0, 1.0, x.len_k).bfloat16()[:, None, None])
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1)
+    with pytest.raises(AssertionError):
+        compare(x, run(launcher, x, plan, 0))
 
 
 def test_infinite_scores_of_a_row(launcher) -> None:

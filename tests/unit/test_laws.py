@@ -58,6 +58,28 @@ def test_splitting_keys_anywhere_and_merging_equals_not_splitting(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_partial_into_rows_of_a_longer_result(backend) -> None:
+    """Shards in any order, one of them empty, some rows that see none of a shard; neighbours stay as they are."""
+    q, k, v = make(37, 64)
+    want = rl.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    batch, _, heads, _ = q.shape
+    out, lse = q.new_zeros(batch, 80, heads, v.shape[3]), q.new_full((batch, heads, 80), -torch.inf)
+    out[:, 57:], lse[:, :, 57:] = 7.0, 7.0
+    into = out[:, 20:57], lse[:, :, 20:57]
+    for start, end in ((48, 64), (0, 20), (30, 30), (20, 48)):
+        found = rl.partial(
+            q, k[:, start:end], v[:, start:end], causal=True, offset=64 - 37 - start, into=into,
+            backend=backend,
+        )  # fmt: skip
+        assert found is into
+    for a, b in zip(want, into, strict=True):
+        near(a, b)
+    assert (out[:, 57:] == 7).all()
+    assert (out[:, :20] == 0).all()
+    assert (lse[:, :, 57:] == 7).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_partial_backward_sums_to_the_whole(backend) -> None:
     q, k, v = (t.requires_grad_() for t in make(37, 64))
     out, lse = rl.attention(q, k, v, causal=True, return_lse=True, backend=backend)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import relampago as rl
 from relampago.api import Options, prepare
 from relampago.cases import CONTRACT, find
-from relampago.op import backward_op, forward_op
+from relampago.op import accumulate_op, backward_op, forward_op
 from relampago.plan import Plan
 
 
@@ -55,6 +55,12 @@ def test_opcheck(name) -> None:
         out, lse = forward_op(*call)
         wanted = [True, True, True, call.bias is not None, call.sinks is not None]
         torch.library.opcheck(backward_op, (torch.ones_like(out), None, out, lse, wanted, *call))
+
+
+def test_opcheck_of_folding_into_a_result() -> None:
+    call = prepare(*make(), Options(causal=True), shard=True)
+    out, lse = forward_op(*call)
+    torch.library.opcheck(accumulate_op, (out, lse, *call))
 
 
 def test_gradcheck_with_lse_bias_and_sinks() -> None:

@@ -11,7 +11,16 @@ from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import Reference
 from relampago.backends.triton import Triton
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Moving, Problem, Saved, Tangents, Wanted
+from relampago.problem import (
+    Arrays,
+    Grads,
+    Moving,
+    Problem,
+    RowStatistics,
+    Saved,
+    Tangents,
+    Wanted,
+)
 
 
 class Backend(Protocol):
@@ -28,7 +37,10 @@ class Backend(Protocol):
         ...
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        """Out, in the accumulation dtype or the query's, and LSE (B, H, Lq) or (H, total)."""
+        """Out, in x.out_dtype or a wider one, and LSE (B, H, Lq) or (H, total).
+
+        A backend that can may instead fold both into x.into, where given, and return that.
+        """
         ...
 
     def backward(
@@ -69,5 +81,16 @@ class TwiceDifferentiable(Backend, Protocol):
         ...
 
 
-# gluon_sm90 stands after triton, and is run by name only, until its present state has run on a card (issue 4).
+class Measuring(Backend, Protocol):
+    """What a backend that knows row statistics and column sums also offers."""
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        """LSE and entropy of the last rows of each sequence, and their heads' largest scores. Reads no values."""
+        ...
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        """The weights that each key receives from the last rows of its sequence, (B, H, Lk) or (H, Tk)."""
+        ...
+
+
 BACKENDS: tuple[Backend, ...] = (GluonSm90(), Triton(), Cpu(), Reference())

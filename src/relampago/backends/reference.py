@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,19 +14,22 @@ from torch import Tensor
 
 from relampago import dropout
 from relampago.masks.rules import visible
-from relampago.mods import TORCH_MATH, gather, rule_of
+from relampago.mods import TORCH_MATH, Argument, Rule, bind, rule_of, values
 from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
     Grads,
     Moving,
     Problem,
+    RowStatistics,
     Saved,
     Tangents,
     Wanted,
     accumulate_dtype,
+    empty_lse,
     refuse_backward,
 )
+from relampago.quant import emulation
 
 
 class Reference:
@@ -40,7 +44,17 @@ class Reference:
         return Plan(block_q=1, block_k=1)  # no tiles
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        return attend(x, accumulate_dtype(x.q.dtype))
+        dtype = accumulate_dtype(x.q.dtype)
+        if x.max_logits is not None:
+            for b in range(x.batch):
+                x.max_logits[b] = Sequence(x, b, dtype).max_logits()
+        return emulation.run(x, lambda lowered: attend(lowered, accumulate_dtype(lowered.q.dtype)))
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        return describe_rows(x, accumulate_dtype(x.q.dtype))
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        return sum_columns(x, lse, last, accumulate_dtype(x.q.dtype))
 
     def backward(
         self,
@@ -56,9 +70,13 @@ class Reference:
         dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (x.q, x.k, x.v))
         dbias = None if x.bias is None else torch.zeros_like(x.bias, dtype=dtype)
         dsinks = None if x.sinks is None else torch.zeros_like(x.sinks, dtype=dtype)
+        dargs = tuple(
+            torch.zeros_like(t, dtype=dtype) if wish else None
+            for t, wish in zip(x.mod_args, wanted.mod_args, strict=False)
+        )
         for b in range(x.batch):
             rows, keys = x.rows(b), x.keys(b)
-            one = _Sequence(x, b, dtype)
+            one = Sequence(x, b, dtype)
             lse = saved.lse[b] if x.cu_q is None else saved.lse[:, rows]
             dl = None if dlse is None else dlse[b] if x.cu_q is None else dlse[:, rows]
             dq[rows], dk[keys], dv[keys] = one.differentiate(
@@ -68,8 +86,9 @@ class Reference:
                 dl,
                 dbias,
                 dsinks,
+                dargs,
             )
-        return Grads(dq, dk, dv, dbias, dsinks)
+        return Grads(dq, dk, dv, dbias, dsinks, dargs)
 
     def tangent(
         self, p: Problem, plan: Plan, x: Arrays, t: Tangents
@@ -78,7 +97,7 @@ class Reference:
         out, lse = attend(x, dtype)
         tout, tlse = torch.zeros_like(out), torch.zeros_like(lse)
         for b in range(x.batch):
-            one = _Sequence(x, b, dtype)
+            one = Sequence(x, b, dtype)
             o, l = one.tangent(one.part_of(t))
             rows = x.rows(b)
             tout[rows] = o.transpose(0, 1)
@@ -103,7 +122,7 @@ class Reference:
         still = (saved.out, saved.lse, dout, dlse)
         for b in range(x.batch):
             rows, keys = x.rows(b), x.keys(b)
-            one = _Sequence(x, b, dtype)
+            one = Sequence(x, b, dtype)
             dq[rows], dk[keys], dv[keys] = one.differentiate_along(
                 one.part_of(moving.inputs),
                 one.results_of(still),
@@ -118,10 +137,10 @@ def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Every sequence by `dense`; products and softmax in `dtype`. Differentiable."""
     outs, lses = [], []
     out = x.q.new_zeros(*x.q.shape[:-1], x.v.shape[-1], dtype=dtype)
-    lse = _empty_lse(x)
+    lse = empty_lse(x)
     for b in range(x.batch):
         rows = x.rows(b)
-        o, l = _Sequence(x, b, dtype).attend()
+        o, l = Sequence(x, b, dtype).attend()
         outs.append(o.transpose(0, 1))
         lses.append(l)
         if x.cu_q is not None:
@@ -132,29 +151,59 @@ def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _empty_lse(x: Arrays) -> Tensor:
-    shape = (
-        (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else (x.q.shape[1], x.q.shape[0])
-    )
-    return x.q.new_full(shape, -math.inf, dtype=accumulate_dtype(x.q.dtype))
+def describe_rows(x: Arrays, dtype: torch.dtype) -> RowStatistics:
+    """Each row's LSE and entropy, and each head's largest score, as softmax reads it; computed in `dtype`."""
+    lse = empty_lse(x).to(dtype)
+    found = RowStatistics(lse, torch.zeros_like(lse), lse.new_empty(x.batch, x.q.shape[-2]))
+    for b in range(x.batch):
+        one, rows = Sequence(x, b, dtype), x.rows(b)
+        at = b if x.cu_q is None else (slice(None), rows)
+        found.lse[at], found.entropy[at] = one.lse(one.scores()[-1]), one.entropy()
+        found.max_logits[b] = one.max_logits()
+    return found
+
+
+def sum_columns(x: Arrays, lse: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """The weights that each key receives from the last rows of its sequence, (B, H, Lk) or (H, Tk)."""
+    keys, heads = x.k.shape[-3], x.q.shape[-2]
+    shape = (x.batch, heads, keys) if x.cu_k is None else (heads, keys)
+    sums = x.q.new_zeros(shape, dtype=dtype)
+    for b in range(x.batch):
+        one = Sequence(x, b, dtype)
+        p = one.shares(one.scores()[-1], lse[b] if x.cu_q is None else lse[:, x.rows(b)])
+        at = b if x.cu_k is None else (slice(None), *x.keys(b))
+        sums[at] = p[:, max(0, p.shape[1] - last) :].sum(1)
+    return sums
+
+
+def add_at(target: Tensor, index: tuple[Any, ...], change: Tensor) -> None:
+    """Add change [H, Lq, Lk] to the entries of target that index, which broadcasts to it, names."""
+    places = [
+        torch.as_tensor(i, device=change.device).expand(*[1] * 3) if isinstance(i, int) else i
+        for i in index
+    ]
+    shared = [d for d in range(3) if all(i.shape[d] == 1 for i in places)]
+    change = change.sum(shared, keepdim=True) if shared else change
+    target.index_put_(tuple(i.expand(change.shape) for i in places), change, accumulate=True)
 
 
 def _heads_first(t: Tensor) -> Tensor:
     return t.transpose(0, 1)
 
 
-class _Sequence:
-    """One sequence, heads first, kv heads repeated to query heads."""
+class Sequence:
+    """One sequence, heads first, kv heads repeated to query heads; all of its rows, or those that are chosen."""
 
-    def __init__(self, x: Arrays, b: int, dtype: torch.dtype) -> None:
+    def __init__(self, x: Arrays, b: int, dtype: torch.dtype, chosen: Tensor | None = None) -> None:
         rows, keys = x.rows(b), x.keys(b)
         self.x, self.b, self.band, self.dtype = x, b, x.band_of(b), dtype
-        self.q = _heads_first(x.q[rows]).to(dtype)  # [H, Lq, D]
+        self.chosen = slice(None) if chosen is None else chosen
+        self.q = _heads_first(x.q[rows][self.chosen]).to(dtype)  # [H, Lq, D]
         self.k = _heads_first(x.k[keys]).to(dtype).repeat_interleave(x.group, 0)  # [H, Lk, D]
         self.v = _heads_first(x.v[keys]).to(dtype).repeat_interleave(x.group, 0)  # [H, Lk, E]
         device = x.q.device
         self.head = torch.arange(self.q.shape[0], device=device).view(-1, 1, 1)
-        self.row = torch.arange(self.q.shape[1], device=device).view(1, -1, 1)
+        self.row = torch.arange(x.lengths(b)[0], device=device)[self.chosen].view(1, -1, 1)
         self.key = torch.arange(self.k.shape[1], device=device).view(1, 1, -1)
 
     def attend(self) -> tuple[Tensor, Tensor]:
@@ -166,8 +215,8 @@ class _Sequence:
     def scores(self) -> list[Tensor]:
         """Scaled products, then after each mod; the last one with bias and mask: softmax reads it."""
         steps = [self.q @ self.k.transpose(-1, -2) * self.x.scale]  # [H, Lq, Lk]
-        for rule, args in self.mods():
-            place = self.row + self.band.offset
+        for rule, arguments in self.mods():
+            place, args = self.row + self.band.offset, values(arguments)
             steps.append(
                 rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH).to(self.dtype)
             )
@@ -176,33 +225,23 @@ class _Sequence:
         )
         return [*steps, last.masked_fill(~self.seen(), -math.inf)]
 
-    def mods(self):
-        place = self.row + self.band.offset
-        tensors = iter(self.x.mod_args)
-        for rule in map(rule_of, self.x.mods):
-            args = tuple(
-                slot
-                if not isinstance(slot, str)
-                else gather(slot, next(tensors), self.b, self.head, place, self.key, self.row)
-                for slot in rule.slots
-            )
-            yield rule, args
+    def mods(self) -> Iterator[tuple[Rule, list[Any]]]:
+        """Each mod with its arguments."""
+        rules, place = [rule_of(token) for token in self.x.mods], self.row + self.band.offset
+        return bind(rules, self.x.mod_args, self.b, self.head, place, self.key, self.row)
 
     def part(self, t: Tensor) -> Tensor:
         """This sequence's part of something that broadcasts to (B, H, Lq, Lk)."""
-        t = t[self.b if t.shape[0] > 1 else 0]
-        return t[:, : self.row.shape[1], : self.key.shape[2]]
+        t = t[self.b if t.shape[0] > 1 else 0, ..., : self.key.shape[2]]
+        return t if t.shape[1] == 1 else t[:, : self.x.lengths(self.b)[0]][:, self.chosen]
 
     def seen(self) -> Tensor:
         band = self.band
         seen = visible(self.row, self.key, band.offset, band.left, band.right, band.prefix)
         if band.row_start is not None and band.row_end is not None:
             b = self.b if band.row_start.shape[0] > 1 else 0
-            seen = (
-                seen
-                & (self.key >= band.row_start[b][:, None])
-                & (self.key < band.row_end[b][:, None])
-            )
+            start, end = (t[b][self.chosen][:, None] for t in (band.row_start, band.row_end))
+            seen = seen & (self.key >= start) & (self.key < end)
         if self.x.mask is not None:
             seen = seen & self.part(self.x.mask)
         if self.x.blocks is not None and self.x.block is not None:
@@ -211,21 +250,18 @@ class _Sequence:
 
     def tiles(self, block_q: int, block_k: int) -> Tensor:
         """A BlockSparse as a dense mask (H or 1, Lq, Lk)."""
-        blocks = self.x.blocks
+        blocks, row = self.x.blocks, self.row.flatten()
         assert blocks is not None
-        b = self.b if blocks.count.shape[0] > 1 else 0
-        heads, rows = blocks.count.shape[1:]
+        b, i = (self.b if blocks.count.shape[0] > 1 else 0), row // block_q
+        index, pattern = blocks.index[b][:, i], blocks.pattern[b][:, i]  # [H or 1, Lq, most]
+        listed = torch.arange(index.shape[-1], device=row.device) < blocks.count[b][:, i, None]
+        head, at, _ = listed.nonzero(as_tuple=True)
+        which = pattern[listed]
+        lines = blocks.tiles[which.clamp(min=0), row[at] % block_q] | (which < 0)[:, None]
         keys = blocks.q_count.shape[2]
-        grid = blocks.tiles.new_zeros(heads, rows, keys, block_q, block_k)
-        for h in range(heads):
-            for i in range(rows):
-                for j in range(int(blocks.count[b, h, i])):
-                    pattern = int(blocks.pattern[b, h, i, j])
-                    grid[h, i, blocks.index[b, h, i, j]] = (
-                        True if pattern < 0 else blocks.tiles[pattern]
-                    )
-        dense = grid.transpose(2, 3).reshape(heads, rows * block_q, keys * block_k)
-        return dense[:, : self.row.shape[1], : self.key.shape[2]]
+        dense = blocks.tiles.new_zeros(index.shape[0], row.shape[0], keys, block_k)
+        dense[head, at, index[listed]] = lines
+        return dense.flatten(2)[..., : self.key.shape[2]]
 
     def lse(self, scores: Tensor) -> Tensor:
         """log Σ exp over the visible keys and the sink; -inf for a row that sees nothing."""
@@ -249,9 +285,30 @@ class _Sequence:
         m = torch.where(m == -math.inf, torch.zeros_like(m), m).detach()
         p = (scores - m).exp()
         total = p.sum(-1, keepdim=True)
+        if self.x.precision == "fp8":
+            p = emulation.rounded(p)
         if self.x.sinks is not None:
             total = total + (self.x.sinks.to(self.dtype).view(-1, 1, 1) - m).exp()
         return p / torch.where(total == 0, torch.ones_like(total), total)
+
+    def shares(self, scores: Tensor, lse: Tensor) -> Tensor:
+        """The weights that rows give to keys: of a larger attention where LSE is that one's."""
+        p = (scores - lse[..., None]).exp() if self.x.shard else self.weights(scores, lse)
+        return p.masked_fill(~self.seen() | (lse == -math.inf)[..., None], 0)
+
+    def max_logits(self) -> Tensor:
+        """The largest score of each head, (H,); -inf where there is none."""
+        scores = self.scores()[-1].flatten(1)
+        return torch.cat([scores, scores.new_full((scores.shape[0], 1), -math.inf)], 1).amax(1)
+
+    def entropy(self) -> Tensor:
+        """-Σ p log p of each row's keys, and of its sink if it has one; 0 for a row that sees nothing."""
+        scores = self.scores()[-1]
+        if self.x.sinks is not None:
+            sink = self.x.sinks.to(self.dtype).view(-1, 1, 1).expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], -1)
+        nothing = (scores == -math.inf).all(-1)
+        return torch.special.entr(torch.softmax(scores, -1)).sum(-1).masked_fill(nothing, 0.0)
 
     def kept(self, p: Tensor) -> Tensor | float:
         """The dropout factor: 0 or 1 / (1 - dropout_p)."""
@@ -270,10 +327,11 @@ class _Sequence:
         dlse: Tensor | None,
         dbias: Tensor | None,
         dsinks: Tensor | None,
+        dargs: tuple[Tensor | None, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias and dsinks, returns dq, dk, dv."""
+        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias, dsinks, dargs, returns dq, dk, dv."""
         steps = self.scores()
-        p = self.masked_weights(steps, lse)
+        p = self.shares(steps[-1], lse)
         keep = self.kept(p)
         delta = (dout * out).sum(-1, keepdim=True)
         if dlse is not None:
@@ -287,7 +345,15 @@ class _Sequence:
             sink = self.x.sinks.to(self.dtype).view(-1, 1)
             dsinks -= ((sink - lse).exp() * delta.squeeze(-1)).sum(-1)
         place = self.row + self.band.offset
-        for step, (rule, args) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
+        for step, (rule, arguments) in reversed(list(zip(steps[:-2], self.mods(), strict=True))):
+            args = values(arguments)
+            for argument, darg in zip(arguments, rule.dargs, strict=True):
+                target = (
+                    dargs[argument.number] if dargs and isinstance(argument, Argument) else None
+                )
+                if target is not None and darg is not None:
+                    change = ds * darg(step, place, self.key, self.head, args, TORCH_MATH)
+                    add_at(target, argument.index, change)
             assert rule.dfn is not None, "why_not refuses a backward without dfn"
             ds = ds * rule.dfn(step, place, self.key, self.head, args, TORCH_MATH)
         dq = ds @ self.k * self.x.scale
@@ -328,7 +394,8 @@ class _Sequence:
         if t.k is not None:
             rate = rate + self.q @ t.k.transpose(-1, -2) * x.scale
         slope, bend = 1.0, 0.0
-        for step, (rule, args) in zip(steps[:-2], self.mods(), strict=True):
+        for step, (rule, arguments) in zip(steps[:-2], self.mods(), strict=True):
+            args = values(arguments)
             assert rule.dfn is not None, "why_not refuses tangents without dfn"
             own = rule.dfn(step, place, self.key, self.head, args, TORCH_MATH)
             if second:
@@ -340,10 +407,6 @@ class _Sequence:
             rate = rate + self.part(t.bias).to(self.dtype)
         return rate, slope, bend
 
-    def masked_weights(self, steps: list[Tensor], lse: Tensor) -> Tensor:
-        p = (steps[-1] - lse[..., None]).exp() if self.x.shard else self.weights(steps[-1], lse)
-        return p.masked_fill(~self.seen(), 0)
-
     def lost(self, lse: Tensor) -> Tensor | None:
         """The sink's weight, [H, Lq, 1]; None without sinks."""
         if self.x.sinks is None:
@@ -354,7 +417,7 @@ class _Sequence:
         """Tangents of out [H, Lq, E] and LSE [H, Lq]."""
         steps = self.scores()
         lse = self.lse(steps[-1])
-        p = self.masked_weights(steps, lse)
+        p = self.shares(steps[-1], lse)
         rate, _, _ = self.rate(steps, t, second=False)
         tlse = (p * rate).sum(-1, keepdim=True)
         if t.sinks is not None and (lost := self.lost(lse[..., None])) is not None:
@@ -377,7 +440,7 @@ class _Sequence:
         out, lse, dout, dlse = still
         tout, tlse, tdout, tdlse = moving
         steps = self.scores()
-        p = self.masked_weights(steps, lse.squeeze(-1))
+        p = self.shares(steps[-1], lse.squeeze(-1))
         keep = self.kept(p)
         rate, slope, bend = self.rate(steps, t, second=True)
         tp = p * (rate - tlse)

@@ -1,4 +1,4 @@
-"""The command line: `relampago {doctor, explain, bench, matrix, plan, tune, demo}`, one file per command.
+"""The command line: `relampago {doctor, explain, bench, matrix, plan, tune, train-step, demo}`, one file per command.
 
 Heavy imports (torch's GPU state, transformers, matplotlib) happen inside the commands, so that `--help` stays quick.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from relampago.cli import bench, demo, doctor, explain, matrix, plan, tune
+from relampago.cli import bench, demo, doctor, explain, matrix, plan, train_step, tune
 from relampago.cli.console import complain
 from relampago.errors import InvalidInput, Unsupported
 
@@ -41,6 +41,7 @@ for command in (
     matrix.matrix,
     plan.plan,
     tune.tune,
+    train_step.train_step,
     demo.demo,
 ):
     app.command()(command)

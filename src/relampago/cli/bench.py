@@ -52,20 +52,28 @@ def bench(
         bool, typer.Option(help="peak memory on the CPU too, in processes of its own")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one")] = None,
-    out: Annotated[Path | None, typer.Option(help="write JSON here")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write JSON, or the report's folder, here")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="no race: a page of the committed measurements")
+    ] = False,
 ) -> None:
     """Race backends against torch's SDPA: time, peak memory and error of each."""
     from relampago.cli import machine
     from relampago.errors import InvalidInput
 
+    if report:
+        _report(out or Path("report-out"))
+        return
     where = device or machine.best_device()
     if where not in ("cpu", machine.best_device()):
         raise InvalidInput(f"--device is {where!r}; expected cpu, or cuda where there is a GPU")
     races = [
         Setting(one, kind, way, where, repeats, budget, memory)
         for one in _cases(case)
-        for kind in _words(dtype or ("bf16" if where == "cuda" else "fp32"), ("bf16", "fp16", "fp32", "fp64"), "dtype")
-        for way in _words(direction, DIRECTIONS, "direction")
+        for kind in words(dtype or ("bf16" if where == "cuda" else "fp32"), ("bf16", "fp16", "fp32", "fp64"), "dtype")
+        for way in words(direction, DIRECTIONS, "direction")
     ]  # fmt: skip
     names = _backends(backends)
     rows: list[dict[str, Any]] = []
@@ -99,6 +107,20 @@ def bench(
         console.print(f"wrote {out}")
 
 
+def _report(out: Path) -> None:
+    """Pictures, `index.html`, and the pages' tables as Markdown."""
+    from relampago.cli.report import results
+
+    results.require()
+    from relampago.cli.report import html
+    from relampago.cli.report.tables import TABLES
+
+    page = html.write(out)
+    made = [make() for file, make in TABLES.values() if not file or results.there(file)]
+    (out / "tables.md").write_text("\n\n".join(made) + "\n", encoding="utf-8")
+    console.print(f"wrote {page} and tables.md beside it")
+
+
 def _protocol(where: str) -> dict[str, Any]:
     """What else a reader of the figures must know: the pause before a sample, and this process's priority."""
     if where == "cuda":
@@ -113,14 +135,15 @@ def _protocol(where: str) -> dict[str, Any]:
     }
 
 
-def _words(text: str, known: tuple[str, ...], option: str) -> list[str]:
+def words(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    """An option's comma-separated words, each one of those known."""
     from relampago.errors import InvalidInput
 
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words or [""]:
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    for word in found or [""]:
         if word not in known:
             raise InvalidInput(f"--{option} has {word!r}; expected some of {', '.join(known)}")
-    return words
+    return found
 
 
 def _cases(globs: list[str] | None) -> list[Case]:
@@ -142,7 +165,7 @@ def _backends(text: str | None) -> list[str]:
 
     if text is None:
         return [name for name in names() if name != "reference"]
-    return _words(text, names(), "backends")
+    return words(text, names(), "backends")
 
 
 def race(setting: Setting, names: list[str], tick: Any = lambda: None) -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ def _sdpa(
     note, exact, mask = "", True, None
     if window is not None or (causal and 1 < len_q != len_k):
         if len_q * len_k <= LARGEST_MASK:
-            mask = _band(len_q, len_k, causal, window or (None, None), q.device)
+            mask = band(len_q, len_k, causal, window or (None, None), q.device)
             note, causal = "bool mask", False
         else:
             note, exact = "full causal", False
@@ -126,7 +126,7 @@ def _torch(asked: dict[str, Any]) -> Callable[..., Tensor]:
     return forward
 
 
-def _band(
+def band(
     len_q: int, len_k: int, causal: bool, window: tuple[int | None, int | None], device: Any
 ) -> Tensor:
     """True where a row may see a key, aligned bottom right."""

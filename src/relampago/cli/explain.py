@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +33,10 @@ def explain(
     softcap: Annotated[float | None, typer.Option(help="c of c·tanh(score/c)")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or sm80, sm90, gfx942, …")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="insist on this backend")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="also run it on this GPU under Nsight Compute")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="write what was measured here, as JSON")] = None,
 ) -> None:
     """Print backend, plan, FLOPs, bytes, memory and the roofline's floor of a call, and who refused it."""
     import torch
@@ -56,6 +62,52 @@ def explain(
     console.print(_table(found))
     for name, why in found.refused.items():
         console.print(Text(f"not {name}: {why}", style="yellow"))
+    if measure:
+        options = {"causal": causal, "window": parse_window(window), "softcap": softcap}
+        _measure(found, [tuple(shape) for shape in shapes], DTYPES[dtype], options, out)
+
+
+def _measure(
+    found: Any,
+    shapes: list[tuple[int, ...]],
+    dtype: str,
+    options: dict[str, Any],
+    out: Path | None,
+) -> None:
+    """Run standard attention and every GPU backend that takes the call, and print counters beside formulas."""
+    import torch
+
+    from relampago.cli import machine, measured
+    from relampago.errors import InvalidInput
+    from relampago.explain import PEAKS
+    from relampago.select import refusals
+
+    device = found.problem.device
+    if not torch.cuda.is_available() or device.arch != machine.gpus()[0]["arch"]:
+        raise InvalidInput(
+            f"--measure with --device {device.arch}; expected cuda, on a machine with a GPU"
+        )
+    able = [n for n, why in refusals(found.problem).items() if why is None and n != "reference"]
+    backward = refusals(found.problem.backward())
+    q, k, v = shapes
+    jobs = [
+        measured.Job(who, way, q, k, v, dtype, **options)
+        for who in (measured.STANDARD, *able)
+        for way in measured.DIRECTIONS
+        if way == "forward" or backward.get(who) is None
+    ]
+    entries, why = measured.measure(jobs)
+    peaks = PEAKS.get(device.arch)
+    rows = [measured.summarise(entry, found.work, found.itemsize, peaks) for entry in entries]
+    console.print(measured.table(rows))
+    if why:
+        console.print(Text(f"no bytes: {why}; times are torch's profiler's", style="yellow"))
+    if out is not None:
+        asked = {"q": q, "k": k, "v": v, "dtype": dtype, **options}
+        record = {"machine": machine.facts(), "asked": asked, "no_counters": why, "rows": rows}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(f"wrote {out}")
 
 
 def torch_dtype(name: str) -> Any:

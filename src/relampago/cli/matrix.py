@@ -113,15 +113,21 @@ def rows() -> list[Row]:
         Row("feature", "softcap", {"mods": capped}),
         Row("feature", "ALiBi", {"mods": sloped}),
         Row("feature", "score mods", {"mods": plain}),
+        Row("feature", "score mods, tables with gradients", {"mods": plain}, {"mod_grads": True}),
         Row("feature", "score mods without dfn", {"mods": flat}),
         Row("feature", "bias, with its gradient", {"bias": True}, {"bias_grad": True}),
         Row("feature", "sinks", {"sinks": True}),
         Row("feature", "dropout", {"dropout": True}),
         Row("feature", "deterministic", {"deterministic": True}),
         Row("feature", "tangents; second derivatives", {"moving": True}),
+        Row("feature", "max logits", {"statistic": "max logits"}, {"statistic": ""}),
+        Row("feature", "row statistics", {"statistic": "row statistics"}),
+        Row("feature", "column sums", {"statistic": "column sums"}),
         Row("feature", "packed sequences", {"layout_q": Layout.RAGGED, "layout_k": Layout.RAGGED}),
         Row("feature", "keys in a cache", {"layout_k": Layout.CACHE, "len_q": 1}),
         Row("feature", "keys in pages", {"layout_k": Layout.PAGED, "len_q": 1}),
+        Row("feature", "FP8 products", {"fp8": "products"}, {"fp8": ""}),
+        Row("feature", "FP8 keys in pages", {"layout_k": Layout.PAGED, "len_q": 1, "fp8": "cache"}),
     ]
     dtypes = [Row("dtype", name, {"dtype": name}) for name in ("bf16", "fp16", "fp32", "fp64")]
     dims = [

@@ -1,4 +1,4 @@
-"""Sums of partial results: the fold of `merge` in place, and the gradients' accumulators. All in fp32 (or fp64)."""
+"""Sums of partial results, in fp32 (or fp64): what `partial` folds into, and what gradients need of the whole."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ class Output:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Fold in what some rows got from further keys. Takes over the first part, if it has all rows."""
-        if self.out is None and out.shape == self.shape:
-            self.out, self.lse = out, lse
-            return
+    def into(self, rows: slice) -> tuple[Tensor, Tensor] | None:
+        """The running (out, lse) of some rows, for `partial` to fold into; None where `start` is due, with all rows."""
+        if self.out is None and rows == slice(0, self.shape[1]):
+            return None
         self._need()
         assert self.out is not None
         assert self.lse is not None
-        fold_(self.out[:, rows], self.lse[:, :, rows], out, lse)
+        return self.out[:, rows], self.lse[:, :, rows]
+
+    def start(self, out: Tensor, lse: Tensor) -> None:
+        """Take over what all rows got from the first keys."""
+        assert self.out is None
+        self.out, self.lse = out, lse
 
     def put(self, rows: slice, heads: slice, out: Tensor, lse: Tensor) -> None:
         """Set some rows of some heads, which nothing else adds to."""
@@ -55,14 +59,6 @@ class Output:
             batch, length, heads = self.shape[:3]
             self.out = self.like.new_zeros(self.shape, dtype=dtype)
             self.lse = self.like.new_full((batch, heads, length), -math.inf, dtype=dtype)
-
-
-def fold_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`merge` of two, into the first: one pass over out. A part that saw nothing (lse -inf) changes nothing."""
-    whole = torch.logaddexp(lse, part_lse)
-    share = (part_lse - whole).exp_().masked_fill_(whole == -math.inf, 0.0)
-    out.lerp_(part, share.transpose(1, 2)[..., None])
-    lse.copy_(whole)
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def _merged(q: Tensor, every: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
     """Of all ranks' shares, the whole; the sinks once."""
     parts = [(part[..., :-1], part[..., -1].transpose(1, 2)) for part in every]
     total = Output(q, every.shape[-1] - 1)
-    total.add(slice(0, q.shape[1]), *merge(*parts))
+    total.start(*merge(*parts))
     return total.finish(sinks, q.dtype)
 
 

@@ -88,11 +88,13 @@ def forward(
             block = held[work.owner]
             for piece in work.pieces:
                 keys = block.take(piece.keys.start, piece.keys.stop)
+                into = total.into(piece.rows)
                 part = partial(
-                    q[:, piece.rows], keys[..., :dim], keys[..., dim:],
+                    q[:, piece.rows], keys[..., :dim], keys[..., dim:], into=into,
                     **piece.options(q.device), **scores._asdict(),
                 )  # fmt: skip
-                total.add(piece.rows, *part)
+                if into is None:
+                    total.start(*part)
         if pending is not None:
             arrived = yield pending
             held.update(_blocks(slot.receives, arrived))

@@ -16,6 +16,7 @@ from relampago.flash_attn.options import (
     chunk_starts,
     chunked,
     dequantised,
+    fp8_scales,
     options_of,
     scaled,
 )
@@ -84,7 +85,11 @@ def flash_attn_func(
         q.ndim,
         k.ndim,
     )
-    q, k, v, v_scale = dequantised(q, k, v, qv, (q_descale, k_descale, v_descale))
+    descales, v_scale = (q_descale, k_descale, v_descale), None
+    simple = qv is alibi_slopes is None and not (dropout_p or attention_chunk)
+    eights = fp8_scales(q, k, v, descales, simple)
+    if eights is None:
+        q, k, v, v_scale = dequantised(q, k, v, qv, descales)
     options = options_of(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -101,7 +106,7 @@ def flash_attn_func(
     seed = torch.randint(2**62, (), device=q.device) if shown else None
     out, lse = attention(
         q, k, v, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic or None,
-        return_lse=True, **options,
+        return_lse=True, **options, **(eights or {}),
     )  # fmt: skip
     out = scaled(out, None, v_scale)
     if not return_attn_probs:

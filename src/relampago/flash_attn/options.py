@@ -10,6 +10,7 @@ from torch import Tensor
 
 from relampago.integrations.refusals import expect
 from relampago.mods import ScoreMod, zero
+from relampago.problem import Device
 
 FP8 = tuple(
     getattr(torch, name)
@@ -82,6 +83,33 @@ def _inside(score, q, k, head, args, math):
 
 def _slope(score, q, k, head, args, math):
     return math.where((k >= args[0]) & (k < args[0] + args[1]), 1.0, 0.0)
+
+
+def fp8_scales(
+    q: Tensor, k: Tensor, v: Tensor, descales: tuple[Any, Any, Any], simple: bool
+) -> dict[str, Any] | None:
+    """The scales with which a Hopper card multiplies e4m3 as it is; None where `dequantised` is to make it bf16.
+
+    Args:
+        q: (…, H, D).
+        k: (…, G, D).
+        v: (…, G, E).
+        descales: of q, k and v: (B, G) each, or None for 1.
+        simple: whether the call has nothing that FP8's kernel does not know.
+    """
+    eights = all(t.dtype == torch.float8_e4m3fn for t in (q, k, v))
+    if not (
+        simple
+        and eights
+        and Device.of(q.device).arch == "sm90"
+        and q.shape[-1] <= 256 >= v.shape[-1]
+    ):
+        return None
+    given = [scale for scale in descales if scale is not None]
+    batch = given[0].shape[0] if given else q.shape[0]
+    ones = torch.ones(batch, k.shape[-2], dtype=torch.float32, device=q.device)
+    names = ("q_descale", "k_descale", "v_descale")
+    return {name: ones if t is None else t for name, t in zip(names, descales, strict=True)}
 
 
 class Plain(NamedTuple):

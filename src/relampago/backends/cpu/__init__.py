@@ -8,20 +8,25 @@ from torch import Tensor
 from relampago.backends.cpu.backward import backward
 from relampago.backends.cpu.backward_tangent import backward_tangent
 from relampago.backends.cpu.forward import forward
+from relampago.backends.cpu.statistics import column_sums, row_statistics
 from relampago.backends.cpu.tangent import tangent
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
+    FP8_CACHE,
+    FP8_PRODUCTS,
     Arrays,
     Grads,
     Moving,
     Problem,
+    RowStatistics,
     Saved,
     Tangents,
     Wanted,
     refuse_backward,
     refuse_unknown,
 )
+from relampago.quant import emulation
 
 
 class Cpu:
@@ -32,7 +37,7 @@ class Cpu:
     def why_not(self, p: Problem) -> str | None:
         if p.device.kind != "cpu":
             return f"runs on cpu tensors only, got {p.device.kind}"
-        return refuse_unknown(p, FEATURES) or refuse_backward(p)
+        return refuse_unknown(p, FEATURES | {FP8_PRODUCTS, FP8_CACHE}) or refuse_backward(p)
 
     def plan(self, p: Problem) -> Plan:
         return first_match(("cpu",), f"cpu.{p.direction}", p)
@@ -42,7 +47,15 @@ class Cpu:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # threads and their buffers know no inference mode
-            return forward(x, plan)
+            return emulation.run(x, lambda lowered: forward(lowered, plan))
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        with torch.inference_mode(False), torch.no_grad():
+            return row_statistics(x, plan, last)
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return column_sums(x, plan, lse, last)
 
     def backward(
         self,

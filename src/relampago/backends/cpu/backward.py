@@ -16,19 +16,13 @@ from torch import Tensor
 from relampago.backends.cpu import threads
 from relampago.backends.cpu.forward import head_ranges, rows_per_tile, worth_fast
 from relampago.backends.cpu.precision import fast_fp32
+from relampago.backends.cpu.tables import Tables, Task, through_mods
 from relampago.backends.cpu.tile import LOG2E, Heads, Panel, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted, accumulate_dtype
 
 # Above this, an fp32 LSE has lost digits of log Σ that a weight needs; the row's weights are normalised anew.
 HUGE_LSE = 1024.0
-
-
-class Task(NamedTuple):
-    """Every `parts`-th tile of queries of some heads, from the part-th on."""
-
-    heads: Heads
-    part: int
 
 
 class Sums(NamedTuple):
@@ -39,6 +33,7 @@ class Sums(NamedTuple):
     dv: Tensor
     dbias: Tensor | None  # like bias, in the accumulation dtype
     dsinks: Tensor | None  # (B, parts, H)
+    dargs: Tables
 
 
 Visit = Callable[[Tile, Task, Sums, Tensor, Tensor], None]  # the last two: dK and dV of the task
@@ -70,6 +65,7 @@ def sweep(
         blank(parts, *x.v.shape, dtype=kv_dtype),
         torch.zeros_like(x.bias, dtype=dtype) if x.bias is not None and wanted.bias else None,
         x.q.new_zeros(x.batch, parts, x.q.shape[-2], dtype=dtype) if x.sinks is not None else None,
+        Tables(x, wanted, dtype),
     )
     tasks = [Task(h, part) for h in heads for part in range(parts)]
     with fast_fp32(worth_fast(x)):
@@ -84,6 +80,7 @@ def sweep(
         sums.dv.sum(0) if parts > 1 else sums.dv[0],
         sums.dbias,
         None if sums.dsinks is None else sums.dsinks.sum((0, 1)),
+        sums.dargs.whole(),
     )
 
 
@@ -177,7 +174,7 @@ def tile_gradients(
             addition = ds.view(*tile.shape, panel.size).sum_to_size(target.shape)
             add_to_part(tile, sums.dbias, panel, addition)
         if steps:
-            ds.view(*tile.shape, panel.size).mul_(tile.slope(steps, panel))
+            through_mods(tile, steps, panel, ds, sums.dargs, task)
         ds = rounded(ds, narrow)
         k = slab.take("k narrow", slab.k, panel, narrow) if k.dtype != narrow else k
         add(dq, ds, k)  # line 16

@@ -17,6 +17,7 @@ from relampago.backends.cpu.precision import fast_fp32
 from relampago.backends.cpu.tile import FEW, HELD, LN2, SCORES, Heads, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, accumulate_dtype
+from relampago.quant.emulation import rounded
 
 # Less than any sum of weights but 0: a row that sees no key gives 0 / TINY.
 TINY = 2.0**-120
@@ -33,7 +34,9 @@ class Task(NamedTuple):
 def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     """Out, shaped like q with the head dim of v, and LSE."""
     out, lse = unwritten(x, -math.inf)
-    each_tile(x, plan, Slab, lambda tile: attend(tile, plan, out, lse))
+    tops = over_tiles(x, plan, Slab, lambda tile: attend(tile, plan, out, lse))
+    if x.max_logits is not None:
+        raise_to(x.max_logits, tops, x.group)
     return out, lse
 
 
@@ -49,28 +52,37 @@ def unwritten(x: Arrays, nothing: float) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def each_tile(
-    x: Arrays, plan: Plan, slab_of: Callable[[Arrays, Heads], Slab], attend: Callable[[Tile], None]
-) -> None:
-    """Call attend on every tile of queries, over threads; tiles of the same heads share a slab."""
+def over_tiles(
+    x: Arrays,
+    plan: Plan,
+    slab_of: Callable[[Arrays, Heads], Slab],
+    work: Callable[[Tile], Tensor | None],
+) -> list[tuple[Heads, Tensor]]:
+    """Do the work on every tile, over threads; what it returns, with its heads, whose tiles share a slab."""
     # Head by head, since a thread keeps a head's keys; heaviest first, so that under causal a light one comes last.
     tasks = sorted(cut(x, plan), key=lambda task: (task.heads, -task.p1))
     slabs: dict[Heads, Slab] = {}
+    found: list[tuple[Heads, Tensor]] = []
 
-    def work(task: Task) -> None:
+    def one(task: Task) -> None:
         slab = slabs.get(task.heads) or slabs.setdefault(task.heads, slab_of(x, task.heads))
-        attend(Tile(slab, task.p0, task.p1))
+        result = work(Tile(slab, task.p0, task.p1))
+        if result is not None:
+            found.append((task.heads, result))
 
     with fast_fp32(worth_fast(x)):
-        threads.run(work, tasks)
+        threads.run(one, tasks)
+    return found
 
 
-def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
-    """One tile: Algorithm 1, lines 4 to 15."""
+def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> Tensor | None:
+    """One tile: Algorithm 1, lines 4 to 15. The largest score of each head [g, R], where it is asked for."""
     slab = tile.slab
     q = tile.queries()  # [g, l·R, D]
-    m = l = acc = None
-    unshifted = tile.small(q)
+    m = l = acc = top = None
+    asked = slab.x.max_logits is not None
+    fp8 = slab.x.precision == "fp8"
+    unshifted = not fp8 and tile.small(q)
     for panel in tile.panels(plan.block_k):  # line 6
         k, v = slab.take("k", slab.k, panel), slab.take("v", slab.v, panel)
         s = tile.scores(q, k, panel)  # line 8
@@ -82,12 +94,18 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
             if m is not None:
                 rescale(tile.power_(m - shift), l, acc)
             m = m_new
+        elif asked:
+            highest = s.amax(-1, keepdim=True)
+            top = highest if top is None else torch.maximum(top, highest)
         p = tile.power_(s)
         total = p.sum(-1, keepdim=True)
         l = total if l is None else l.add_(total)  # line 9
         if (keep := tile.kept(panel)) is not None:
             p.mul_(keep)
+        if fp8:
+            p = rounded(p)
         acc = product(p, v) if acc is None else acc.baddbmm_(p, v)  # line 10
+    top = top if m is None else m
     if (sink := tile.sink()) is not None:  # one more score, with no value
         m_new = sink if m is None else torch.maximum(m, sink)
         weight = tile.power_(sink - m_new)
@@ -106,6 +124,15 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> None:
         total = l.log2_().add_(m).mul_(LN2) if slab.base2 else l.log_().add_(m)
     target = slab.lse_of(lse)[:, :, tile.p0 : tile.p1]
     target.copy_(total.view(tile.shape).transpose(1, 2))
+    return tile.natural(top.view(tile.shape).amax(1)) if asked and top is not None else None
+
+
+def raise_to(max_logits: Tensor, tops: list[tuple[Heads, Tensor]], group: int) -> None:
+    """Raise the heads' maxima (B, H) to those found by tasks, each [g, R]."""
+    for heads, top in tops:
+        target = max_logits[heads.b].unflatten(0, (-1, group))
+        target = target[heads.g0 : heads.g1, heads.r0 : heads.r1]
+        torch.maximum(target, top, out=target)
 
 
 def rescale(alpha: Tensor, *sums: Tensor | None) -> None:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from relampago.backends.cpu.forward import TINY, each_tile, finite, rescale, unwritten
+from relampago.backends.cpu.forward import TINY, finite, over_tiles, rescale, unwritten
 from relampago.backends.cpu.tile import LN2, Heads, Panel, Slab, Tile, scratch
 from relampago.plan import Plan
 from relampago.problem import Arrays, Tangents
@@ -66,7 +66,7 @@ class MovingSlab(Slab):
 def tangent(x: Arrays, plan: Plan, t: Tangents) -> Results:
     """Out, LSE, and the tangents of both along t."""
     results = (*unwritten(x, -math.inf), *unwritten(x, 0.0))
-    each_tile(
+    over_tiles(
         x, plan, lambda x, heads: MovingSlab(x, heads, t), lambda tile: attend(tile, plan, results)
     )
     return results

@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from relampago import dropout
 from relampago.masks.rules import Band, full_range, key_range, visible
-from relampago.mods import TORCH_MATH, Rule, gather, rule_of
+from relampago.mods import TORCH_MATH, Rule, bind, rule_of, values
 from relampago.problem import Arrays, accumulate_dtype
 
 LOG2E = math.log2(math.e)
@@ -303,53 +303,45 @@ class Tile:
         t = t if t.shape[1] == 1 else t[:, self.p0 : self.p1]
         return t if t.shape[3] == 1 else t[..., panel.keys]
 
-    def mods(self, panel: Panel) -> Iterator[tuple[Rule, tuple]]:
+    def mods(self, panel: Panel) -> Iterator[tuple[Rule, list]]:
         """Each mod with its arguments for a panel."""
-        x = self.slab.x
-        row, key, head = self.row(), columns(panel), self.head()
-        place = row + self.slab.band.offset
-        tensors = iter(x.mod_args)
-        for rule in map(rule_of, x.mods):
-            args = (
-                s
-                if not isinstance(s, str)
-                else gather(s, next(tensors), self.slab.heads.b, head, place, key, row)
-                for s in rule.slots
-            )
-            yield rule, tuple(args)
+        rules, row = [rule_of(token) for token in self.slab.x.mods], self.row()
+        place, key, head = row + self.slab.band.offset, columns(panel), self.head()
+        return bind(rules, self.slab.x.mod_args, self.slab.heads.b, head, place, key, row)
+
+    def apply(self, fn: Callable, s: Tensor, panel: Panel, arguments: list) -> Tensor | float:
+        """A mod's function on scores [g, l·R, n]: [g, l, R, n], or what broadcasts to it."""
+        place, grid = self.row() + self.slab.band.offset, s.view(*self.shape, panel.size)
+        return fn(grid, place, columns(panel), self.head(), values(arguments), TORCH_MATH)
 
     def modified(self, s: Tensor, panel: Panel, steps: list[Tensor] | None) -> Tensor:
         """Scores after every mod."""
-        place = self.row() + self.slab.band.offset
-        for rule, args in self.mods(panel):
+        for rule, arguments in self.mods(panel):
             if steps is not None:
                 steps.append(s)
-            grid = s.view(*self.shape, panel.size)
-            s = rule.fn(grid, place, columns(panel), self.head(), args, TORCH_MATH).reshape(s.shape)
+            found = self.apply(rule.fn, s, panel, arguments)
+            assert isinstance(found, Tensor)
+            s = found.reshape(s.shape)
         return s.clone() if steps and s is steps[-1] else s
-
-    def bend(self, steps: list[Tensor], panel: Panel, rate: Tensor) -> Tensor | float:
-        """The tangent of `slope` where the scores before all mods move at `rate` [g, l, R, n]."""
-        place = self.row() + self.slab.band.offset
-        slope: Tensor | float = 1.0
-        total: Tensor | float = 0.0
-        for step, (rule, args) in zip(steps, self.mods(panel), strict=True):
-            assert rule.dfn is not None, "why_not refuses a backward without dfn"
-            assert rule.ddfn is not None, "why_not refuses second derivatives without ddfn"
-            given = (step.view(*self.shape, panel.size), place, columns(panel), self.head(), args)
-            own = rule.dfn(*given, TORCH_MATH)
-            total = total * own + slope * rule.ddfn(*given, TORCH_MATH) * rate
-            slope, rate = slope * own, rate * own
-        return total
 
     def slope(self, steps: list[Tensor], panel: Panel) -> Tensor | float:
         """The derivative of the scores after all mods by those before; `steps` as `scores` filled it."""
-        place = self.row() + self.slab.band.offset
         total: Tensor | float = 1.0
-        for step, (rule, args) in zip(steps, self.mods(panel), strict=True):
+        for step, (rule, arguments) in zip(steps, self.mods(panel), strict=True):
+            assert rule.dfn is not None, "why_not refuses tangents without dfn"
+            total = total * self.apply(rule.dfn, step, panel, arguments)
+        return total
+
+    def bend(self, steps: list[Tensor], panel: Panel, rate: Tensor) -> Tensor | float:
+        """The tangent of `slope` where the scores before all mods move at `rate` [g, l, R, n]."""
+        slope: Tensor | float = 1.0
+        total: Tensor | float = 0.0
+        for step, (rule, arguments) in zip(steps, self.mods(panel), strict=True):
             assert rule.dfn is not None, "why_not refuses a backward without dfn"
-            grid = step.view(*self.shape, panel.size)
-            total = total * rule.dfn(grid, place, columns(panel), self.head(), args, TORCH_MATH)
+            assert rule.ddfn is not None, "why_not refuses second derivatives without ddfn"
+            own = self.apply(rule.dfn, step, panel, arguments)
+            total = total * own + slope * self.apply(rule.ddfn, step, panel, arguments) * rate
+            slope, rate = slope * own, rate * own
         return total
 
     def kept(self, panel: Panel) -> Tensor | None:
@@ -364,6 +356,10 @@ class Tile:
     def power_(self, s: Tensor) -> Tensor:
         """e to the s, in place; s in the slab's base."""
         return s.exp2_() if self.slab.base2 else s.mul_(LOG2E).exp2_()
+
+    def natural(self, s: Tensor) -> Tensor:
+        """Scores that are in the slab's base, in natural units."""
+        return s * LN2 if self.slab.base2 else s
 
     def sink(self) -> Tensor | None:
         """The sinks of this tile's rows, [g, l·R, 1], in the slab's base."""

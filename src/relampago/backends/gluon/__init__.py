@@ -14,7 +14,17 @@ from torch import Tensor
 
 from relampago.mods import rule_of, softcap
 from relampago.plan import Plan, first_match
-from relampago.problem import Arrays, Grads, Layout, Problem, Saved, Wanted, refuse_unknown
+from relampago.problem import (
+    FP8_PRODUCTS,
+    Arrays,
+    Grads,
+    Layout,
+    Problem,
+    Saved,
+    Wanted,
+    refuse_backward,
+    refuse_unknown,
+)
 
 KNOWS = frozenset(
     {
@@ -25,6 +35,7 @@ KNOWS = frozenset(
         "score mods",
         "sinks",
         "deterministic mode",
+        FP8_PRODUCTS,
     }
 )
 OLDEST = (3, 6)
@@ -53,24 +64,27 @@ class GluonSm90:
             return f"runs on cuda tensors, got {p.device.kind}"
         if p.device.arch != "sm90":
             return f"needs sm90, got {p.device.arch}"
-        if p.dtype not in ("bf16", "fp16"):
-            return f"knows bf16 and fp16, got {p.dtype}"
+        if p.dtype not in ("bf16", "fp16", "e4m3"):
+            return f"knows bf16, fp16 and e4m3, got {p.dtype}"
         if max(p.dim, p.dim_v) > 256:
             return f"head dim {max(p.dim, p.dim_v)} > 256"
-        knows = KNOWS if p.direction == "forward" else KNOWS - {"document tables"}
         return (
-            refuse_unknown(p, knows)
+            refuse_unknown(p, KNOWS)
+            or refuse_backward(p)
             or self._refuse_parts(p)
             or self._refuse_few(p)
             or _refuse_triton()
         )
 
     def plan(self, p: Problem) -> Plan:
-        return first_match((p.device.arch, "sm90"), f"gluon_sm90.{p.direction}", p)
+        kernel = "forward_fp8" if p.fp8 else p.direction
+        return first_match((p.device.arch, "sm90"), f"gluon_sm90.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
-        from relampago.backends.gluon.launch import forward
-
+        if p.fp8:
+            from relampago.backends.gluon.fp8_launch import forward
+        else:
+            from relampago.backends.gluon.launch import forward
         with _on(x.q.device):
             return forward(plan, x, p.device.multiprocessors)
 
@@ -101,7 +115,8 @@ class GluonSm90:
     def _refuse_few(self, p: Problem) -> str | None:
         """Where memory is all that limits, Triton's decode is faster: 9.0 µs to 14.3 for 8k keys on an H200."""
         rows = p.len_q * p.heads_q // max(1, p.heads_kv)
-        if p.direction == "forward" and p.layout_q is Layout.DENSE and rows <= FEW:
+        short = p.layout_q is Layout.DENSE and rows <= FEW and not p.fp8
+        if p.direction == "forward" and short:
             return f"leaves {rows} rows of a kv head to decoding kernels"
         return None
 

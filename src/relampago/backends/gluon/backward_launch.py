@@ -18,12 +18,13 @@ from relampago.backends.gluon.boxes import (
     packed_box,
     padded,
 )
-from relampago.backends.gluon.launch import LOG2E, Extra, launch, positive, softcap_of
+from relampago.backends.gluon.launch import LOG2E, launch, positive, softcap_of, tables_of
 from relampago.backends.gluon.sizes import L2_BYTES, ROWS, SHARED, Sides
 from relampago.backends.gluon.sm90_backward import by_keys
 from relampago.backends.gluon.sm90_gradients import Size
 from relampago.backends.gluon.sm90_queries import by_queries
 from relampago.backends.gluon.sm90_rows import convert, prepare
+from relampago.backends.gluon.sm90_tables import bound, reach
 from relampago.backends.gluon.sm90_twins import by_products
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted
@@ -38,6 +39,18 @@ class Strides(NamedTuple):
     b: int
     l: int
     h: int
+
+
+class Extra(NamedTuple):
+    """What else a call may have; None compiles to nothing."""
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    cap: float | None  # what scores are multiplied by before tanh
+    row_start: Tensor | None = None  # each row's run of keys, (B or 1, Lq)
+    row_end: Tensor | None = None
+    bounds: Tensor | None = None  # of runs, and the rows that keys are seen by: `sm90_tables`
+    reached: Tensor | None = None
 
 
 class Work(NamedTuple):
@@ -106,18 +119,34 @@ def work_of(x: Arrays, dout: Tensor) -> Work:
     if x.sinks is not None or x.cu_q is not None:  # rows of no sequence must have no weight
         top.fill_(float("inf"))
         delta.zero_()
+    start, end, stride = tables_of(x)
     size = Size(
         q.shape[-3], k.shape[-3], heads, heads // kv_heads, 0, 0, 0, room, x.q.shape[-1],
-        x.v.shape[-1],
+        x.v.shape[-1], stride or 0,
     )  # fmt: skip
     cap = softcap_of(x.mods)
-    extra = Extra(x.cu_q, x.cu_k, None, None if cap is None else scale / cap, None, None)
+    extra = Extra(x.cu_q, x.cu_k, None if cap is None else scale / cap, start, end)
+    if start is not None:
+        bounds, reached = _tables(extra, size, x.batch)
+        extra = extra._replace(bounds=bounds, reached=reached)
     factor = (scale if cap is None else cap) * LOG2E
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     return Work(
         q, k, v, dout, top, delta, size, Sides(*x.band[:4]), extra, factor, scale, widths,
         (x.len_q, x.len_k),
     )  # fmt: skip
+
+
+def _tables(extra: Extra, size: Size, batch: int) -> tuple[Tensor, Tensor]:
+    """What `sm90_tables` finds of the rows' runs of keys."""
+    made = {"dtype": torch.int32, "device": extra.row_start.device}
+    rows, keys = batch * -(-size.len_q // ROWS), batch * -(-size.len_k // ROWS)
+    bounds, reached = torch.empty(rows, 4, **made), torch.empty(keys, 2, **made)
+    launch(
+        bound, rows, PLAIN, extra.row_start, extra.row_end, bounds, size.len_q, size.table_stride
+    )
+    launch(reach, keys, PLAIN, bounds, reached, size.len_q, size.len_k)
+    return bounds, reached
 
 
 def _prepare(
@@ -216,7 +245,8 @@ def masks_of(work: Work, block_k: int) -> tuple[bool, bool]:
     """(whether blocks may need a mask, whether it must look at the last key)."""
     packed = work.extra.cu_q is not None
     ends = packed or work.longest[1] % block_k != 0
-    return ends or work.sides.left is not None or work.sides.right is not None, ends
+    tables = work.extra.row_start is not None
+    return ends or tables or work.sides.left is not None or work.sides.right is not None, ends
 
 
 def _batch(work: Work) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from relampago.backends.gluon import schedule
 
 STEP = 16  # bytes: TMA's unit of addresses and strides
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 CUTS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 
 
@@ -83,6 +88,12 @@ def packed_box(
         [1, 1, rows, heads, width],
         dtype,
     )
+
+
+def columns_box(shape: tuple[int, ...], rows: int, keys: int, dtype: torch.dtype) -> Box:
+    """(B, G, E, columns) of `quant.columns`, contiguous, in boxes [1, 1, rows, keys]."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(4)]
+    return _box([*shape], strides, [1, 1, rows, keys], dtype)
 
 
 def _box(shape: list[int], strides: list[int], block: list[int], dtype: torch.dtype) -> Box:

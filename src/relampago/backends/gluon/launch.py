@@ -54,6 +54,19 @@ __all__ = [
 ]  # fmt: skip
 
 
+class Target(NamedTuple):
+    """Rows of out, (B, Lq, H, E), and of LSE, (B, H, Lq), that are written in fp32 and may be part of longer ones."""
+
+    out: Tensor
+    lse: Tensor
+    before: Tensor | None  # out itself, if what stands there is to be folded in
+    out_b: int  # steps
+    out_l: int
+    out_h: int
+    lse_b: int
+    lse_h: int
+
+
 class Extra(NamedTuple):
     """What else a call may have; None compiles to nothing."""
 
@@ -63,6 +76,15 @@ class Extra(NamedTuple):
     cap: float | None  # what scores are multiplied by before tanh
     row_start: Tensor | None  # each row's run of keys, (B or 1, Lq)
     row_end: Tensor | None
+    # Target's fields: a tuple in a tuple may not be None
+    wide: Tensor | None = None
+    wide_lse: Tensor | None = None
+    before: Tensor | None = None
+    out_b: int | None = None
+    out_l: int | None = None
+    out_h: int | None = None
+    lse_b: int | None = None
+    lse_h: int | None = None
 
 
 class Setting(NamedTuple):
@@ -82,31 +104,42 @@ class Setting(NamedTuple):
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
     """Out in the queries' dtype, shaped like q with the head dim of v, and LSE, (B, H, Lq) or (H, total)."""
     if 0 in (*x.q.shape[:-1], x.len_q, x.batch, x.k.shape[-3]):
-        return _nothing(x)
+        return nothing(x)
     q, scale = positive(x.q, x.scale)
     k, v = x.k, x.v
     start, end, stride = tables_of(x)
+    wide = x.out_dtype == torch.float32
     setting = setting_of(
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, plan, x.batch,
-        x.len_q, x.len_k, x.mods, x.band[:4], x.cu_q is not None, stride, multiprocessors,
+        x.len_q, x.len_k, x.mods, x.band[:4], x.cu_q is not None, stride, wide, multiprocessors,
     )  # fmt: skip
     if setting is None or q.data_ptr() % STEP or k.data_ptr() % STEP or v.data_ptr() % STEP:
         return _forward_of_copies(plan, replace(x, q=q, scale=scale), multiprocessors)
     # rows of no sequence stay as they are: 0 and -inf
-    made = {"dtype": q.dtype, "device": q.device}
-    out = (torch.empty if x.cu_q is None else torch.zeros)(setting.shape_out, **made)
-    lse = _lse(x, None if x.cu_q is None else float("-inf"))
     size, cap = setting.size, setting.cap
     is_split = size.splits > 1
+    target = None
+    if x.into is not None and not is_split:
+        out, lse = x.into
+    else:
+        made = {"dtype": x.out_dtype, "device": q.device}
+        out = (torch.empty if x.cu_q is None else torch.zeros)(setting.shape_out, **made)
+        lse = lse_of(x, None if x.cu_q is None else float("-inf"))
+    if wide and not is_split:
+        target = Target(
+            out, lse, None if x.into is None else out, *out.stride()[:3], *lse.stride()[:2]
+        )  # fmt: skip
     part, found = parts_of(size, x) if is_split else (None, lse)
     sinks = None if is_split else x.sinks
-    extra = Extra(x.cu_q, x.cu_k, sinks, None if cap is None else scale / cap, start, end)
+    extra = Extra(
+        x.cu_q, x.cu_k, sinks, None if cap is None else scale / cap, start, end, *(target or ())
+    )
     views = [
         None if box is None else descriptor(t, box)
         for t, box in zip((q, q, k, k, v, v, out, out), setting.boxes, strict=True)
     ]
     start_again(
-        setting.compiled, kind_of(q.device, x.cu_q, x.cu_k, sinks, start, end),
+        setting.compiled, (kind_of(q.device, x.cu_q, x.cu_k, sinks, start, end), kind_of_target(target)),
         attend, setting.grid, plan, *views, part, found,
         counter(q.device) if setting.schedule == schedule.DYNAMIC else lse,
         (scale if cap is None else cap) * LOG2E, *size, *setting.sides, extra, *setting.constants,
@@ -122,7 +155,7 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
 def _forward_of_copies(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
     """Where TMA cannot address the tensors; a copy of v may be wider than v."""
     dim_v = x.v.shape[-1]
-    x = replace(x, q=addressable(x.q), k=addressable(x.k), v=addressable(x.v))
+    x = replace(x, q=addressable(x.q), k=addressable(x.k), v=addressable(x.v), into=None)
     out, lse = forward(plan, x, multiprocessors)
     return out[..., :dim_v].contiguous(), lse
 
@@ -149,7 +182,7 @@ def setting_of(
     shape_q: tuple[int, ...], strides_q: tuple[int, ...], shape_k: tuple[int, ...],
     strides_k: tuple[int, ...], shape_v: tuple[int, ...], strides_v: tuple[int, ...],
     dtype: torch.dtype, plan: Plan, batch: int, len_q: int, len_k: int, mods: tuple[str, ...],
-    band: tuple[Any, ...], packed: bool, table_stride: int | None, multiprocessors: int,
+    band: tuple[Any, ...], packed: bool, table_stride: int | None, wide: bool, multiprocessors: int,
 ) -> Setting | None:  # fmt: skip
     """The launch for these shapes, which a warm call finds here; None where TMA cannot step through them."""
     step = STEP // dtype.itemsize
@@ -167,7 +200,7 @@ def setting_of(
     sides = (
         (shape_q, strides_q, ROWS // pack, (d, d2), pack), (shape_k, strides_k, plan.block_k, (d, d2), 1),
         (shape_v, strides_v, plan.block_k, (e, e2), 1),
-        (shape_out, strides_out, ROWS // pack, (0, 0) if is_split else (e, e2), pack),
+        (shape_out, strides_out, ROWS // pack, (0, 0) if is_split or wide else (e, e2), pack),
     )  # fmt: skip
     view = packed_box if kind.packed else dense_box
     boxes = tuple(
@@ -182,23 +215,24 @@ def setting_of(
     )  # else a mask knows where each block lies
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, bool(plan.pingpong),
-        bool(plan.pin), not is_split and shares(plan, *parts), is_split, turns, *REGISTERS[consumers],
+        bool(plan.pin), bool(plan.lazy), not is_split and not wide and shares(plan, *parts), is_split, turns,
+        *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out, {})
 
 
-def _lse(x: Arrays, value: float | None) -> Tensor:
+def lse_of(x: Arrays, value: float | None) -> Tensor:
     s = x.q.shape
     shape = (s[0], s[2], s[1]) if x.cu_q is None else (s[1], s[0])
     lse = torch.empty(shape, dtype=torch.float32, device=x.q.device)
     return lse if value is None else lse.fill_(value)
 
 
-def _nothing(x: Arrays) -> tuple[Tensor, Tensor]:
+def nothing(x: Arrays) -> tuple[Tensor, Tensor]:
     """Without keys: 0, and the LSE of nothing or of the sinks."""
     out = x.q.new_zeros((*x.q.shape[:-1], x.v.shape[-1]))
-    lse = _lse(x, float("-inf"))
+    lse = lse_of(x, float("-inf"))
     return out, lse if x.sinks is None else lse.copy_(x.sinks[:, None].expand(lse.shape))
 
 
@@ -229,6 +263,14 @@ def kind_of(device: torch.device, *given: Tensor | None) -> tuple[Any, ...]:
         return (device.index,)
     kinds = (None if t is None else (t.dtype, t.data_ptr() % STEP == 0) for t in given)
     return (device.index, *kinds)
+
+
+def kind_of_target(target: Target | None) -> tuple[Any, ...] | None:
+    """What Triton compiles for apart: whether there is a sum, addresses and steps in 16s, steps of 1."""
+    if target is None:
+        return None
+    aligned = (target.out.data_ptr() % STEP == 0, target.lse.data_ptr() % STEP == 0)
+    return (target.before is None, *aligned, *((n == 1, n % 16 == 0) for n in target[3:]))
 
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.channel import send
@@ -15,9 +16,14 @@ from relampago.backends.gluon.tiles import (
     send_tile,
     tile_of,
 )
+from relampago.backends.gluon.versions import tma_load
+from relampago.quant.cast import BLOCK
+from relampago.quant.columns import first_column
 
 advance = gluon.jit(schedule.advance)
 turned = gluon.jit(schedule.turned)
+first_column_of = gluon.jit(first_column)
+BLOCK_OF_SCALE = gl.constexpr(BLOCK)
 TURN = gl.constexpr(schedule.TURN)
 
 
@@ -29,6 +35,24 @@ def block_at(j, tile, BK: gl.constexpr, ROTATE: gl.constexpr):
     else:
         at = tile.count - 1 - j
     return (tile.first + at) * BK
+
+
+@gluon.jit
+def send_values(
+    values, v_desc, stage, phase, at, k0, g, PACKED: gl.constexpr, v_rest
+):  # fmt: skip
+    """Values of a block of keys. Those of FP8 lie transposed, (B or 1, G, E, columns): see `quant.columns`."""
+    if v_desc.block_shape[-2] == 1:
+        send(values, v_desc, stage, phase, at, k0, g, PACKED, v_rest)
+    else:
+        mbarrier.wait(values.empty.index(stage), phase)
+        bar = values.full.index(stage)
+        mbarrier.expect(bar, v_desc.block_type.nbytes)
+        if PACKED:
+            place = [0, g, 0, first_column_of(at.first, at.b, BLOCK_OF_SCALE) + k0]
+        else:
+            place = [at.b, g, 0, k0]
+        tma_load(v_desc, place, bar, values.tiles.index(stage))
 
 
 @gluon.jit
@@ -59,9 +83,9 @@ def send_rows(
         k0 = block_at(j, tile, BK, ROTATE)
         send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        send(values, v_desc, stage_v, phase_v, tile.k, v0, g, PACKED, v_rest)
+        send_values(values, v_desc, stage_v, phase_v, tile.k, v0, g, PACKED, v_rest)
         stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    send(values, v_desc, stage_v, phase_v, tile.k, k0, g, PACKED, v_rest)
+    send_values(values, v_desc, stage_v, phase_v, tile.k, k0, g, PACKED, v_rest)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     return following, stage_k, phase_k, stage_v, phase_v
 

@@ -106,7 +106,8 @@ def size_of(
     tiles = -(-len_q // part)
     together = 1
     if kind.packed or kind.tables or sides.left is not None or sides.right is not None:
-        together = max(1, L2_BYTES // max(1, len_k * width * 2))
+        room = plan.reach << 20 or L2_BYTES
+        together = max(1, room // max(1, len_k * width * 2))
     most = most_blocks(len_q, len_k, kind, part, plan.block_k)
     splits = splits_for(tiles * places, most, kind.multiprocessors)
     # under causal a tile that is not full had better be the first one, which sees few keys; not where rows that two

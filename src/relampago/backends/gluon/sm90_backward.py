@@ -29,6 +29,7 @@ from relampago.backends.gluon.sm90_gradients import (
     Size,
     advance,
     as_held,
+    disguised,
     first_turn,
     hide_rows,
     key_tile,
@@ -191,6 +192,10 @@ def consume(
         row = row_base(q_at, head, size, PACKED) + q0
         if PACKED:  # an empty sequence has no rows to add to
             row = row if q0 < q_at.length else -1
+        if EARLY or BQ > ROWS:  # short of registers
+            own = disguised(WG, q0)
+            k = keys.tiles.index(own).reshape([ROWS, D])
+            v = values.tiles.index(own).reshape([ROWS, E])
         q = queries.tiles.index(stage).reshape([BQ, D])
         if not EARLY:
             mbarrier.wait(queries.full.index(stage), phase)
@@ -204,9 +209,9 @@ def consume(
         raised = capped(s, extra.cap)
         s = raised
         if MASKED:  # noqa: SIM102 - one is known when compiled
-            if partly(q0, k0, q_at, k_at.length, offset, band, BQ, PACKED):
+            if partly(q0, k0, q_at, k_at.length, offset, size, band, extra, BQ, PACKED):
                 s = hide_rows(
-                    s, q0, at_keys, q_at.length, k_at.length, offset, band, ENDS, PACKED, S_L
+                    s, q0, at_keys, q_at, k_at.length, offset, size, band, extra, ENDS, PACKED, S_L
                 )
         p = exp2(s * factor - tops.index(stage).load(S_L))
         p16 = gl.convert_layout(p.to(DT), PV_L, assert_trivial=True)
@@ -283,14 +288,17 @@ def consume(
 def by_keys(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
     factor, scale, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr,
     MASKED: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ."""
-    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
+    )
     band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)

@@ -35,6 +35,7 @@ from relampago.backends.gluon.channel import (
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.softmax import (
+    LOG2E,
     Seen,
     capped,
     exp2,
@@ -42,6 +43,7 @@ from relampago.backends.gluon.softmax import (
     finite,
     hide,
     part_sum,
+    rescaled,
     row_max,
     softmax,
 )
@@ -144,7 +146,7 @@ def step(
     factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
     D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
     P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr,
-    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
     k = receive(keys, stage_k, phase_k, BK, D)
@@ -160,11 +162,16 @@ def step(
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
-    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN)
+    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
     release(values, stage_v)
     p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
-    acc1, acc2 = scaled(acc1, acc2, alpha, E2)
+    if LAZY:
+        acc1 = rescaled(acc1, alpha)
+        if E2 > 0:
+            acc2 = rescaled(acc2, alpha)
+    else:
+        acc1, acc2 = scaled(acc1, acc2, alpha, E2)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
@@ -208,12 +215,64 @@ def place_of(size, tile, heads, rows, SPLIT: gl.constexpr, PACKED: gl.constexpr)
 def store_part(part, acc, at, inside, size, COLUMN: gl.constexpr):
     """A split's share of O, fp32, to `part`, laid out like LSE with a last dimension of dim_v."""
     O_L: gl.constexpr = acc.type.layout
-    at = gl.convert_layout(at, gl.SliceLayout(1, O_L), assert_trivial=True)
-    inside = gl.convert_layout(inside, gl.SliceLayout(1, O_L), assert_trivial=True)
-    columns = COLUMN + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, O_L))
-    places = part + gl.expand_dims(at * size.dim_v, 1) + gl.expand_dims(columns, 0)
-    mask = gl.expand_dims(inside, 1) & gl.expand_dims(columns < size.dim_v, 0)
+    places, mask = columns_of(part, at * size.dim_v, inside, size.dim_v, COLUMN, acc.shape[1], O_L)
     gl.store(places, acc, mask=mask)
+
+
+@gluon.jit
+def wide_places(extra, b, heads, rows):
+    """Where rows begin in `extra.wide` and in `extra.wide_lse`, which may be part of longer ones."""
+    b = gl.cast(b, gl.int64)
+    heads = gl.cast(heads, gl.int64)
+    rows = gl.cast(rows, gl.int64)
+    in_out = b * extra.out_b + heads * extra.out_h + rows * extra.out_l
+    return in_out, b * extra.lse_b + heads * extra.lse_h + rows
+
+
+@gluon.jit
+def columns_of(
+    out, places, inside, dim_v, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr
+):  # fmt: skip
+    """Addresses of columns from COLUMN on of rows at `places`, [ROWS, WIDTH], and which are there."""
+    places = gl.convert_layout(places, gl.SliceLayout(1, L), assert_trivial=True)
+    inside = gl.convert_layout(inside, gl.SliceLayout(1, L), assert_trivial=True)
+    columns = COLUMN + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    at = out + gl.expand_dims(places, 1) + gl.expand_dims(columns, 0)
+    return at, gl.expand_dims(inside, 1) & gl.expand_dims(columns < dim_v, 0)
+
+
+@gluon.jit
+def resume(
+    extra, tile, rows, factor, dim_v, acc2, E: gl.constexpr, E2: gl.constexpr, O1: gl.constexpr,
+    O2: gl.constexpr, PACK: gl.constexpr,
+):  # fmt: skip
+    """O, and m of unscaled scores, after the keys of other shards: a result is a state whose m is LSE and l is 1."""
+    heads = tile.head + gl.arange(0, ROWS, layout=rows.type.layout) % PACK
+    inside = rows < tile.q.length
+    in_out, in_lse = wide_places(extra, tile.q.b, heads, rows)
+    lse = gl.load(extra.wide_lse + in_lse, mask=inside, other=float("-inf"))
+    at, mask = columns_of(extra.wide, in_out, inside, dim_v, 0, E, O1)
+    acc1 = gl.load(at, mask=mask, other=0.0)
+    if E2 > 0:
+        at, mask = columns_of(extra.wide, in_out, inside, dim_v, E, E2, O2)
+        acc2 = gl.load(at, mask=mask, other=0.0)
+    return acc1, acc2, lse * LOG2E / factor
+
+
+@gluon.jit
+def store_wide(
+    extra, acc1, acc2, lse, b, heads, rows, inside, dim_v, E: gl.constexpr, E2: gl.constexpr
+):  # fmt: skip
+    """O and LSE in fp32."""
+    in_out, in_lse = wide_places(extra, b, heads, rows)
+    gl.store(extra.wide_lse + in_lse, lse, mask=inside)
+    O1: gl.constexpr = acc1.type.layout
+    at, mask = columns_of(extra.wide, in_out, inside, dim_v, 0, E, O1)
+    gl.store(at, acc1, mask=mask)
+    if E2 > 0:
+        O2: gl.constexpr = acc2.type.layout
+        at, mask = columns_of(extra.wide, in_out, inside, dim_v, E, E2, O2)
+        gl.store(at, acc2, mask=mask)
 
 
 @gluon.jit
@@ -240,7 +299,7 @@ def consume(
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
     PART: gl.constexpr = ROWS // PACK
@@ -281,6 +340,10 @@ def consume(
             q2 = rest_of(queries, WG, ROWS, D2)
         if E2 > 0:
             acc2 = gl.zeros([ROWS, E2], gl.float32, O2)
+        if extra.before is not None:
+            acc1, acc2, m0 = resume(
+                extra, tile, seen.rows, factor, size.dim_v, acc2, E, E2, O1, O2, PACK
+            )
 
         # the first block: S and its softmax, with nothing to overlap but the other warpgroups
         k = receive(keys, stage_k, phase_k, BK, D)
@@ -292,9 +355,16 @@ def consume(
         if PEELED:
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
         m = row_max(s, R_L)
+        if extra.before is not None:
+            m = gl.maximum(m, m0)
         shift = finite(m)
         p = exp2(s * factor - gl.expand_dims(shift * factor, 1))
         l = part_sum(p)
+        if extra.before is not None:
+            alpha = exp2((m0 - shift) * factor)
+            share = gl.convert_layout(alpha / l.shape[1], gl.SliceLayout(1, l.type.layout))
+            l += gl.expand_dims(share, 1)
+            acc1, acc2 = scaled(acc1, acc2, alpha, E2)
         p16 = gl.convert_layout(p.to(DT), P1, assert_trivial=True)
 
         # one loop, the mask under a branch that a whole warpgroup takes: two successive loops would make LLVM carry
@@ -305,7 +375,7 @@ def consume(
             acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
                 q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked,
                 seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, ENDS, TABLES, PINGPONG, PIN,
+                LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, BK, E)
         acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
@@ -320,16 +390,21 @@ def consume(
 
         acc1, acc2 = scaled(acc1, acc2, inverse, E2)
         inside = seen.rows < tile.q.length
-        at = place_of(size, tile, heads, seen.rows, SPLIT, PACKED)
-        if SPLIT:
-            store_part(part, acc1, at, inside, size, 0)
-            if E2 > 0:
-                store_part(part, acc2, at, inside, size, E)
-        else:
-            store_tile(
-                results, o_desc, o_rest, WG, tile, row0, acc1, acc2, E, E2, SHARE, PACKED
+        if extra.wide is not None:
+            store_wide(
+                extra, acc1, acc2, rows_lse, tile.q.b, heads, seen.rows, inside, size.dim_v, E, E2
             )  # fmt: skip
-        gl.store(lse + at, rows_lse, mask=inside)
+        else:
+            at = place_of(size, tile, heads, seen.rows, SPLIT, PACKED)
+            if SPLIT:
+                store_part(part, acc1, at, inside, size, 0)
+                if E2 > 0:
+                    store_part(part, acc2, at, inside, size, E)
+            else:
+                store_tile(
+                    results, o_desc, o_rest, WG, tile, row0, acc1, acc2, E, E2, SHARE, PACKED
+                )  # fmt: skip
+            gl.store(lse + at, rows_lse, mask=inside)
         turn += 1
         number = tile_of(turn, size, slots, SCHEDULE)
         if SHARE:
@@ -351,7 +426,8 @@ def attend(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr,
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
-    PIN: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr, REGISTERS: gl.constexpr,
+    PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
+    REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
@@ -369,7 +445,8 @@ def attend(
     keys = channel(k_desc, STAGES, WGS, k_rest)
     values = channel(v_desc, STAGES, WGS, v_rest)
     results = queries
-    if not SHARE and not SPLIT:
+    WIDE: gl.constexpr = extra.wide is not None
+    if not SHARE and not SPLIT and not WIDE:
         room = tiles_of(o_desc, WGS)
         more = room
         if E2 > 0:
@@ -383,13 +460,13 @@ def attend(
     if WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 2,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE)),
@@ -397,10 +474,10 @@ def attend(
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SHARE,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE)),

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.channel import Rows, load, store
+from relampago.backends.gluon.sm90_tables import keys_of, rows_of, runs_of, shared_by
 from relampago.backends.gluon.softmax import visible
 from relampago.backends.gluon.tiles import place, span, visited
 from relampago.backends.gluon.versions import tma_load
@@ -39,8 +40,10 @@ class Size(NamedTuple):
     padded: Any  # rows of a head in `top`, `delta` and the sums of dQ
     dim: Any
     dim_v: Any
+    table_stride: Any  # from one sequence's row tables to the next's
 
 
+key_range = gluon.jit(rules.key_range)
 query_range = gluon.jit(rules.query_range)
 full_range = gluon.jit(rules.full_range)
 blocks = gluon.jit(schedule.blocks)
@@ -76,6 +79,9 @@ def key_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
     q_at, k_at, offset = sequence(which // kv_heads, size, band, extra)
     last = min(k0 + BK, k_at.length) - 1
     start, end = query_range(k0, last, q_at.length, offset, band.left, band.right, band.prefix)
+    if extra.reached is not None:
+        low, high = rows_of(extra, k_at.b, size.len_k, k0, BK)
+        start, end = max(start, low), min(end, high)
     end = end if k0 < k_at.length else 0  # beyond a shorter sequence: one block, all of it hidden
     first, n = blocks(start, end, BQ)
     return which % kv_heads, k0, q_at, k_at, offset, first, n
@@ -87,7 +93,13 @@ def query_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
     tile, which = place(gl.program_id(0), size.tiles, size.section, size.places)
     q_at, k_at, offset = sequence(which // size.heads, size, band, extra)
     row = tile * BQ
-    first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
+    if extra.bounds is not None:
+        last = min(row + BQ, q_at.length) - 1
+        start, end = key_range(row, last, k_at.length, offset, band.left, band.right, band.prefix)
+        low, high = keys_of(extra, q_at.b, size.len_q, row, BQ)
+        first, n = blocks(max(start, low), min(end, high), BK)
+    else:
+        first, n = visited(row, q_at.length, k_at.length, offset, band, BQ, BK)
     n = n if row < q_at.length else 1  # beyond a shorter sequence: rows that nobody stores
     return which % size.heads, tile, q_at, k_at, offset, first, n
 
@@ -124,11 +136,12 @@ def send_rows(
 
 @gluon.jit
 def hide_rows(
-    s, q0, keys, len_q, len_k, offset, band, ENDS: gl.constexpr, PACKED: gl.constexpr,
+    s, q0, keys, q_at, len_k, offset, size, band, extra, ENDS: gl.constexpr, PACKED: gl.constexpr,
     S_L: gl.constexpr,
 ):  # fmt: skip
     """Scores [keys, rows] with -inf where a row does not see a key."""
-    rows = q0 + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L)), 0)
+    line = q0 + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L))
+    rows = gl.expand_dims(line, 0)
     keys = gl.expand_dims(keys, 1)
     if band.left is not None or band.right is not None:
         s = gl.where(
@@ -137,18 +150,37 @@ def hide_rows(
     if ENDS:
         s = gl.where(keys < len_k, s, float("-inf"))
     if PACKED:
-        s = gl.where(rows < len_q, s, float("-inf"))
+        s = gl.where(rows < q_at.length, s, float("-inf"))
+    if extra.row_start is not None:
+        start, end = runs_of(extra, size, q_at.b, line)
+        inside = (keys >= gl.expand_dims(start, 0)) & (keys < gl.expand_dims(end, 0))
+        s = gl.where(inside, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def partly(q0, k0, at, len_k, offset, band, BQ: gl.constexpr, PACKED: gl.constexpr):
+def partly(
+    q0, k0, at, len_k, offset, size, band, extra, BQ: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
     """Whether a block of rows needs a mask with the 64 keys from k0."""
     start, end = full_range(q0, q0 + BQ - 1, len_k, offset, band.left, band.right, band.prefix)
     masked = (k0 < start) | (k0 + ROWS > end)
     if PACKED:
         masked = masked | (q0 + BQ > at.length)
+    if extra.bounds is not None:
+        start, end = shared_by(extra, at.b, size.len_q, q0, BQ)
+        masked = masked | (k0 < start) | (k0 + ROWS > end)
     return masked
+
+
+@gluon.jit
+def disguised(index, k0):
+    """The index of a tile, as one that the compiler takes for another in each block of keys; k0 is never below 0.
+
+    Else the addresses of a tile that stays, one for each slice that a product reads, would move out of the loop, into
+    registers that head dim 256 does not have.
+    """
+    return 1 - index if k0 < 0 else index
 
 
 @gluon.jit

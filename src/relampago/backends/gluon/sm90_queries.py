@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -20,12 +21,14 @@ from relampago.backends.gluon.sm90_gradients import (
     ROWS,
     Size,
     advance,
+    disguised,
     full_range,
     query_tile,
     row_base,
     slope,
     write,
 )
+from relampago.backends.gluon.sm90_tables import runs_of, shared_by
 from relampago.backends.gluon.softmax import Seen, capped, exp2, hide, part_sum, pin
 
 
@@ -76,14 +79,14 @@ def produce(
 @gluon.jit
 def differentiate(
     s, dp, k0, seen, masked, top, delta, band, cap, factor, S_L: gl.constexpr,
-    MASKED: gl.constexpr, ENDS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
+    MASKED: gl.constexpr, ENDS: gl.constexpr, TABLES: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """dS of a block, [64, BK], from S and from dP, which is still under way, behind LEFT later products."""
     raised = capped(s, cap)
     s = raised
     if MASKED:  # noqa: SIM102 - one is known when compiled
         if masked:
-            s = hide(s, k0, seen, band, ENDS, False, S_L)
+            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
     p = exp2(s * factor - gl.expand_dims(top, 1))
     p = slope(p, raised, cap)
     if PIN:
@@ -104,6 +107,7 @@ def consume(
     """One warpgroup: dQ of 64 rows."""
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
+    TABLES: gl.constexpr = extra.row_start is not None
     S_L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16]
     )
@@ -119,10 +123,16 @@ def consume(
     inside = rows < q_at.length
     top = gl.load(tops + base + rows, mask=inside, other=float("inf"))
     delta = gl.load(deltas + base + rows, mask=inside, other=0.0)
-    seen = Seen(rows, len_k, offset, rows, rows)
     start, end = full_range(
         row, row + ROWS - 1, len_k, offset, band.left, band.right, band.prefix
     )  # no mask is needed there
+    if TABLES:
+        low, high = shared_by(extra, q_at.b, size.len_q, row, ROWS)
+        start, end = max(start, low), min(end, high)
+        row_start, row_end = runs_of(extra, size, q_at.b, rows)
+        seen = Seen(rows, len_k, offset, row_start, row_end)
+    else:
+        seen = Seen(rows, len_k, offset, rows, rows)
     k0 = first_keys(row_tile, first, n, band, BK)
     dq = gl.zeros([ROWS, D], gl.float32, Q_L)
     q = receive(queries, WG, 0, ROWS, D)
@@ -138,7 +148,7 @@ def consume(
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     masked = (k0 < start) | (k0 + BK > end)
     ds = differentiate(
-        s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, 0, False,
+        s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, TABLES, 0, False,
     )  # fmt: skip
     release(values, 0)
     ds16 = gl.convert_layout(ds.to(DT), P_L, assert_trivial=True)
@@ -147,17 +157,21 @@ def consume(
     stage_v, phase_v = advance(0, 0, STAGES_V)
     for _ in range(n - 1):
         k0 = next_keys(k0, first, n, BK)
+        own = disguised(WG, k0)
+        q = queries.tiles.index(own).reshape([ROWS, D])
+        do = douts.tiles.index(own).reshape([ROWS, E])
         k = receive(keys, stage_k, phase_k, BK, D)
         s = gl.zeros([ROWS, BK], gl.float32, S_L)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-        v = receive(values, stage_v, phase_v, BK, E)
+        mbarrier.wait(values.full.index(stage_v), phase_v)
+        v = values.tiles.index(disguised(stage_v, k0)).reshape([BK, E])
         dp = gl.zeros([ROWS, BK], gl.float32, S_L)
         dp = warpgroup_mma(do, v.permute((1, 0)), dp, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds16, keys.tiles.index(before).reshape([BK, D]), dq, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
         masked = (k0 < start) | (k0 + BK > end)
         ds = differentiate(
-            s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, 1, PIN,
+            s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, TABLES, 1, PIN,
         )  # fmt: skip
         release(values, stage_v)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -179,14 +193,17 @@ def consume(
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_queries(
     q_desc, do_desc, k_desc, v_desc, dq_desc, wide, tops, deltas, factor, scale, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
    
     BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dQ of 128 rows of a head."""
-    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
+    )
     band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, 2, 1)
     douts = channel(do_desc, 2, 1)

@@ -42,7 +42,8 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
 @gluon.jit(do_not_specialize=[*Size._fields, *Sides._fields])
 def prepare(
     out, dout, lse, dlse, top, delta, sums, out_stride, dout_stride, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
    
     R: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -52,7 +53,9 @@ def prepare(
     set to 0.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
-    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
+    )
     band = Sides(offset, left, right, prefix)
     at, head, row = rows_here(size, band, extra, R)
     if row < (at.length + BQ - 1) // BQ * BQ:  # as far as blocks of rows reach
@@ -85,13 +88,16 @@ def prepare(
 @gluon.jit(do_not_specialize=["scale", *Size._fields, *Sides._fields])
 def convert(
     sums, dq, stride, scale, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
     R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
     """dQ of R rows from the sums, which lie `as_held` in parts of [64, W], those of the same rows first."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
+    )
     band = Sides(offset, left, right, prefix)
     at, head, row = rows_here(size, band, extra, R)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])

@@ -73,17 +73,17 @@ def produce(
 
 @gluon.jit
 def recompute(
-    s, stage, tops, q0, k0, at_keys, q_at, len_k, offset, band, cap, factor, S_L: gl.constexpr,
+    s, stage, tops, q0, k0, at_keys, q_at, len_k, offset, size, band, extra, factor, S_L: gl.constexpr,
     MASKED: gl.constexpr, ENDS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """(P, what its twin takes of it) of a block of scores."""
-    raised = capped(s, cap)
+    raised = capped(s, extra.cap)
     s = raised
     if MASKED:  # noqa: SIM102 - one is known when compiled
-        if partly(q0, k0, q_at, len_k, offset, band, s.shape[1], PACKED):
-            s = hide_rows(s, q0, at_keys, q_at.length, len_k, offset, band, ENDS, PACKED, S_L)
+        if partly(q0, k0, q_at, len_k, offset, size, band, extra, s.shape[1], PACKED):
+            s = hide_rows(s, q0, at_keys, q_at, len_k, offset, size, band, extra, ENDS, PACKED, S_L)
     p = exp2(s * factor - tops.index(stage).load(S_L))
-    return p, slope(p, raised, cap)
+    return p, slope(p, raised, extra.cap)
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def consume_values(
     s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     p, given = recompute(
-        s, 0, tops, block * BQ, k0, at_keys, q_at, len_k, offset, band, extra.cap, factor, S_L,
+        s, 0, tops, block * BQ, k0, at_keys, q_at, len_k, offset, size, band, extra, factor, S_L,
         MASKED, ENDS, PACKED,
     )  # fmt: skip
     release(queries, 0)
@@ -152,7 +152,7 @@ def consume_values(
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         p, given = recompute(
-            s, stage, tops, block * BQ, k0, at_keys, q_at, len_k, offset, band, extra.cap, factor,
+            s, stage, tops, block * BQ, k0, at_keys, q_at, len_k, offset, size, band, extra, factor,
             S_L, MASKED, ENDS, PACKED,
         )  # fmt: skip
         release(queries, stage)
@@ -240,14 +240,17 @@ def consume_keys(
 def by_products(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc,
     factor, scale, 
-    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, offset, left, right, prefix, extra,
+    len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
+    offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys of a kv head."""
     SLOTS: gl.constexpr = 2
-    size = Size(len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v)
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
+    )
     band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)

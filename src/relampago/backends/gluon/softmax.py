@@ -11,6 +11,7 @@ from relampago.masks import rules
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+STALE = gl.constexpr(8.0)
 
 visible = gluon.jit(rules.visible)
 
@@ -119,10 +120,54 @@ def capped(s, cap):
     return s
 
 
+@gluon.constexpr_function
+def rescaling(n):
+    """Assembly: n numbers times as many, unless the first four of these are 1 in all threads of a warp.
+
+    A thread of WGMMA's accumulator has two rows, which alternate by pairs.
+    """
+    one = "0f3F800000"
+    told = " ".join(f"setp.ne.or.f32 p, ${n + i}, {one}, p;" for i in range(1, 4))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p; setp.ne.f32 p, ${n}, {one}; {told} vote.sync.any.pred p, p, 0xffffffff; "
+        f"@!p bra SAME; {products} SAME: }}"
+    )
+
+
+@gluon.constexpr_function
+def tied(n):
+    """Its constraints: results lie where the first numbers were."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.constexpr_function
+def at_once(x):
+    """Numbers that it takes together: those of a thread of [64, N] in four warps, or 32 of them."""
+    return min(32, x // 2)
+
+
 @gluon.jit
-def softmax(s, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr):
-    """Algorithm 1, lines 9 and 10: weights of this block; m, l, and what earlier sums shrink by."""
+def rescaled(acc, factor):
+    """acc times its rows' factors. Where they are 1 in a whole warp, as with LAZY they mostly are, that is a branch."""
+    N: gl.constexpr = at_once(acc.shape[1])
+    by = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+    by = gl.expand_dims(by, 1) + gl.zeros_like(acc)
+    return gl.inline_asm_elementwise(
+        rescaling(N), tied(N), [acc, by], dtype=gl.float32, is_pure=True, pack=N
+    )
+
+
+@gluon.jit
+def softmax(s, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr):
+    """Algorithm 1, lines 9 and 10: weights of this block; m, l, and what earlier sums shrink by.
+
+    LAZY: a maximum that grew by less than STALE in base 2 stays (FlashAttention-4): weights reach 2^STALE then, which
+    the sums, in fp32, and a division at the end take as well as 1.
+    """
     m_new = gl.maximum(m, row_max(s, R_L))
+    if LAZY:
+        m_new = gl.where((m_new - m) * factor > STALE, m_new, m)
     shift = finite(m_new)
     alpha = exp2((m - shift) * factor)
     p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK]

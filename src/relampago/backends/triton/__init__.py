@@ -18,9 +18,11 @@ from relampago.mods import rule_of
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
+    FP8_CACHE,
     Arrays,
     Grads,
     Problem,
+    RowStatistics,
     Saved,
     Tangents,
     Wanted,
@@ -54,7 +56,8 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES - {"second derivatives"})
+            or refuse_unknown(p, (FEATURES - {"second derivatives"}) | {FP8_CACHE})
+            or self._refuse_fp8(p)
             or refuse_backward(p)
             or self._refuse_mods(p)
         )
@@ -64,6 +67,7 @@ class Triton:
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
         kernel = "tangent" if p.moving else "decode" if applies(p) else kernel
+        kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
@@ -80,6 +84,18 @@ class Triton:
 
         with _on(x.q.device):
             return tangent(x, plan, t)
+
+    def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
+        from relampago.backends.triton.statistics import row_statistics
+
+        with _on(x.q.device):
+            return row_statistics(x, plan, last)
+
+    def column_sums(self, p: Problem, plan: Plan, x: Arrays, lse: Tensor, last: int) -> Tensor:
+        from relampago.backends.triton.statistics import column_sums
+
+        with _on(x.q.device):
+            return column_sums(x, plan, lse, last)
 
     def backward(
         self,
@@ -118,15 +134,30 @@ class Triton:
             return f"fp32 gradients of head dim {p.dim} need 104 KiB of shared memory"
         return None
 
+    def _refuse_fp8(self, p: Problem) -> str | None:
+        """Keys in e4m3: decoding only, where the machine has the format."""
+        if p.fp8 != "cache":
+            return None
+        sm = re.fullmatch(r"sm(\d+)", p.device.arch)
+        if p.device.arch == "gfx942" or (sm is not None and int(sm[1]) < 89):
+            return f"FP8 keys in a cache need sm89, gfx950 or newer, got {p.device.arch}"
+        from relampago.backends.triton.decode import applies
+
+        return None if applies(p) else "knows FP8 keys in a cache for a few queries each only"
+
     def _refuse_mods(self, p: Problem) -> str | None:
         if not p.mods:
             return None
+        if p.mod_grads and p.deterministic:
+            return "adds up gradients of score mod arguments atomically: not in deterministic mode"
+        if p.mod_grads and p.blocks:
+            return "does not know gradients of score mod arguments with BlockSparse masks"
         from relampago.backends.triton.arguments import refuse_function
 
         for rule in map(rule_of, p.mods):
             plain = p.direction == "forward" and not p.moving
             functions = (rule.fn,) if plain else (rule.fn, rule.dfn)
-            for fn in functions:
+            for fn in (*functions, *filter(None, rule.dargs if p.mod_grads else ())):
                 if (reason := refuse_function(fn)) is not None:
                     return reason
         return None

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from relampago import dropout
 from relampago.backends.triton.tile import plain
 from relampago.masks.rules import Band as Facts
-from relampago.mods import Rule, rule_of
+from relampago.mods import BETWEEN, Rule, rule_of
 from relampago.problem import Arrays
 
 # Of keys and values that heads in flight share: half of an H100's L2 is near an SM.
@@ -89,6 +89,9 @@ class Slot(NamedTuple):
     b: int = 0
     h: int = 0
     size: int = 1
+    places: Any = None  # between which axis "distance" counts; None: between positions
+    places_b: Any = None
+    places_size: Any = None
 
 
 class Mod(NamedTuple):
@@ -154,8 +157,10 @@ def rows_contiguous(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def lse_strides(x: Arrays) -> Strides:
-    """Of an LSE, (B, H, Lq) or (H, total), and all that is shaped like one."""
+def lse_strides(x: Arrays, lse: Tensor | None = None) -> Strides:
+    """Of an LSE, (B, H, Lq) or (H, total), and all that is shaped like one; dense rows may be part of a longer one."""
+    if x.cu_q is None and lse is not None:
+        return Strides(lse.stride(0), 1, lse.stride(1))
     if x.cu_q is None:
         _, length, heads, _ = x.q.shape
         return Strides(heads * length, 1, length)
@@ -277,9 +282,13 @@ def mods_of(x: Arrays) -> tuple[Mod, ...] | None:
             lead = t.stride()[:-1]
             if slot == "head":
                 slots.append(Slot(_constant(slot), t, lead[0] if lead else 0, 1, t.shape[-1]))
-            else:
-                b, h = ((0, 0), (0, *lead), lead)[len(lead)]
-                slots.append(Slot(_constant(slot), t, b, h, t.shape[-1]))
+                continue
+            b, h = ((0, 0), (0, *lead), lead)[len(lead)]
+            places: tuple[Any, ...] = ()
+            if slot == BETWEEN:
+                slot, at = "distance", next(tensors).contiguous()
+                places = (at, at.shape[-1] if at.ndim == 2 else 0, at.shape[-1])
+            slots.append(Slot(_constant(slot), t, b, h, t.shape[-1], *places))
         fn, dfn = compiled(rule)
         found.append(Mod(fn, dfn, _constant(len(slots)), tuple(slots)))
     return tuple(found)

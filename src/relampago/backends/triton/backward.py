@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from relampago.backends.triton import arguments as A
+from relampago.backends.triton.argument_gradients import argument_gradients
 from relampago.backends.triton.forward import cut_keys, cut_queries, launch, precision
 from relampago.backends.triton.gradients import by_keys, by_queries
 from relampago.backends.triton.preprocess import prepare, renormalise
@@ -40,7 +41,8 @@ def backward(
     dv = torch.empty(v.shape, dtype=x.out_dtype, device=q.device)
     dbias = bias_buffer(x, deterministic) if wanted.bias else None
     if q.numel() == 0 or k.numel() == 0:
-        grads = Grads(dq.zero_(), dk.zero_(), dv.zero_(), shrunk(dbias, x), None)
+        dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), (), dims)
+        grads = Grads(dq.zero_(), dk.zero_(), dv.zero_(), shrunk(dbias, x), None, dargs)
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
@@ -97,7 +99,11 @@ def backward(
         if target is not None:
             torch.mul(target, x.scale, out=dq)
     dsinks = None if x.sinks is None else sink_gradient(x, shift, delta, norm, natural)
-    return Grads(dq, dk, dv, shrunk(dbias, x), dsinks)
+    dargs: tuple[Tensor | None, ...] = ()
+    if any(wanted.mod_args):
+        rows = (shift, delta, norm)
+        dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), rows, dims)
+    return Grads(dq, dk, dv, shrunk(dbias, x), dsinks, dargs)
 
 
 @functools.lru_cache(maxsize=1024)

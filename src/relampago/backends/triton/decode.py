@@ -140,7 +140,7 @@ def total_of(m, l, NATURAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band", "splits"])
 def attend_part(
-    q, k, v, out, lse, part, factor, splits, size, lay, sq, sk, sv, so, band, extra,
+    q, k, v, out, lse, part, k_scale, v_scale, factor, splits, size, lay, sq, sk, sv, so, band, extra,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr,
     NATURAL: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr,
@@ -170,6 +170,10 @@ def attend_part(
     q2 = q1
     if D2 > 0:
         q2 = load_rows(q, at, D, D1, D2)
+    scale_v = 1.0
+    if k_scale is not None:  # e4m3: what is loaded is exact in q's dtype; scales are linear
+        factor *= tl.load(k_scale + b * groups + g)
+        scale_v = tl.load(v_scale + b * groups + g)
     k += key_origin(lay, sk, b, 0, g)
     v += key_origin(lay, sv, b, 0, g)
     q_first = tile * BQ // size.group
@@ -188,9 +192,11 @@ def attend_part(
         k0 = start + i * BK
         keys = k0 + tl.arange(0, BK)[None, :]
         k1 = load_keys(k, page, lay, k0, len_k, sk, D, 0, D1, BK, PAGE, MASKED)  # [BK, D1]
+        k1 = k1.to(q.dtype.element_ty)
         s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if D2 > 0:
             k2 = load_keys(k, page, lay, k0, len_k, sk, D, D1, D2, BK, PAGE, MASKED)
+            k2 = k2.to(q.dtype.element_ty)
             s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
         s = scores(
             s, factor, band, extra, offset, b, heads, rows, keys, size.len_q, len_k, NATURAL, MASKED
@@ -207,13 +213,15 @@ def attend_part(
             alpha = tl.exp2(m - shift)
         m = m_new
         sums = sums * alpha[:, None] + p
-        p = p.to(v.dtype.element_ty)
+        p = p.to(q.dtype.element_ty)
         acc1 = acc1 * alpha[:, None]
         v1 = load_keys(v, page, lay, k0, len_k, sv, E, 0, E1, BK, PAGE, MASKED)  # [BK, E1]
+        v1 = v1.to(q.dtype.element_ty)
         acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)
         if E2 > 0:
             acc2 = acc2 * alpha[:, None]
             v2 = load_keys(v, page, lay, k0, len_k, sv, E, E1, E2, BK, PAGE, MASKED)
+            v2 = v2.to(q.dtype.element_ty)
             acc2 = tl.dot(p, v2, acc2, input_precision=PRECISION)
         page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next tile's loads depend on it
     l = tl.sum(sums, 1)
@@ -224,7 +232,7 @@ def attend_part(
             acc1 = acc1 * alpha[:, None]
             if E2 > 0:
                 acc2 = acc2 * alpha[:, None]
-        inverse = (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
+        inverse = (scale_v / tl.where(l == 0.0, 1.0, l))[:, None]
         at = row.to(tl.int64) * so.l + head.to(tl.int64) * so.h
         out += tl.cast(b, tl.int64) * so.b
         store_rows(out, at, inside, acc1 * inverse, E, 0, E1)
@@ -234,9 +242,9 @@ def attend_part(
     else:
         length = tl.cast(size.batch, tl.int64) * size.heads * size.len_q
         place += split * length
-        store_rows(part, place * E, inside, acc1, E, 0, E1)
+        store_rows(part, place * E, inside, acc1 * scale_v, E, 0, E1)
         if E2 > 0:
-            store_rows(part, place * E, inside, acc2, E, E1, E2)
+            store_rows(part, place * E, inside, acc2 * scale_v, E, E1, E2)
         part += splits * length * E
         tl.store(part + place, m, mask=inside)
         tl.store(part + splits * length + place, l, mask=inside)
@@ -286,7 +294,7 @@ def applies(p: Problem) -> bool:
     """Whether this kernel is the better choice: a forward of few queries, or not quite so few against many keys."""
     long = p.layout_k is not Layout.DENSE or p.len_k >= LONG * p.len_q
     few = p.len_q <= QUERIES or (long and p.len_q * p.heads_q <= ROWS * max(1, p.heads_kv))
-    simple = p.direction == "forward" and not (p.blocks or p.dropout)
+    simple = p.direction == "forward" and not (p.blocks or p.dropout or p.statistic)
     return few and simple and Layout.RAGGED not in (p.layout_q, p.layout_k)
 
 
@@ -376,6 +384,7 @@ def decode(
     launch(
         attend_part, items * splits, plan, chained,
         q, k, v, None if is_split else out, None if is_split else lse, part,
+        None if x.k_scale is None else x.k_scale.contiguous(), None if x.v_scale is None else x.v_scale.contiguous(),
         x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
         A.strides(q), A.strides(k), A.strides(v), so, A.band_of(band),
         extra._replace(sinks=None) if is_split else extra, dim, *A.split(dim), dim_v, *A.split(dim_v),

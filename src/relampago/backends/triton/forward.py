@@ -100,6 +100,13 @@ def step(
 
 
 @triton.jit
+def raise_to(top, m, size, b, head, NATURAL: tl.constexpr):
+    """Raise a head's largest score (B, H) to that of a tile: one atomic maximum, whose order does not matter."""
+    highest = tl.max(m, 0) * (1.0 if NATURAL else LN2)
+    tl.atomic_max(top + b * size.heads_q + head, highest, sem="relaxed")
+
+
+@triton.jit
 def fill_tail(
     out, lse, lay, size, so, sl, tile, head, b, value, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr,
@@ -136,12 +143,12 @@ def query_tile(size, sparse, tile, len_q, BQ: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def attend(
-    q, k, v, kb1, kb2, vb1, vb2, out, lse, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
+    q, k, v, kb1, kb2, vb1, vb2, out, lse, top, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, RESUME: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: Algorithm 1, lines 4 to 15."""
+    """One tile of queries: Algorithm 1, lines 4 to 15. RESUME: go on from the out and LSE of other keys."""
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(out, lse, lay, size, so, sl, tile, head, b, float("-inf"), E, E1, E2, BQ)
@@ -165,6 +172,18 @@ def attend(
     acc2 = l
     if E2 > 0:
         acc2 = tl.zeros([BQ, E2], tl.float32)
+    if (
+        RESUME
+    ):  # after the keys of other shards: a result is a state whose m is LSE and whose l is 1
+        at = q0 + tl.arange(0, BQ)
+        m = tl.load(lse + origin(sl, b, first, head) + at, mask=at < q_end, other=float("-inf"))
+        m = m * (1.0 if NATURAL else LOG2E)
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+        undrop = 1.0 if extra.seed is None else 1.0 / extra.upscale
+        there = out + origin(so, b, first, head)
+        acc1 = load_tile(there, q0, q_end, so.l, E, 0, E1, BQ, True) * undrop
+        if E2 > 0:
+            acc2 = load_tile(there, q0, q_end, so.l, E, E1, E2, BQ, True) * undrop
     if sparse is None:
         start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
@@ -196,6 +215,8 @@ def attend(
                 factor, size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
+    if top is not None:
+        raise_to(top, m, size, b, head, NATURAL)
     if extra.sinks is not None:  # one more score, with no value
         sink = tl.load(extra.sinks + head).to(tl.float32) * (1.0 if NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
@@ -256,23 +277,25 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     """Out, shaped like q with the head dim of v, and LSE."""
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     dim, dim_v = q.shape[-1], v.shape[-1]
-    out = torch.empty((*q.shape[:-1], dim_v), dtype=x.out_dtype, device=q.device)
-    lse = torch.empty(A.lse_shape(x), dtype=torch.float32, device=q.device)
+    out, lse = x.into or (
+        torch.empty((*q.shape[:-1], dim_v), dtype=x.out_dtype, device=q.device),
+        torch.empty(A.lse_shape(x), dtype=torch.float32, device=q.device),
+    )
     tiles, block_q = cut_queries(x, plan)
     _, block_k = cut_keys(x, plan)
     size = A.size_of(x, tiles, (dim + dim_v) * q.element_size())
     grid = tiles * size.batch * size.heads
     if grid == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return x.into or (out.zero_(), lse.fill_(float("-inf")))
     is_natural = A.natural(x)
     boxes = A.NO_BOXES
     if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
     launch(
-        attend, grid, plan, q, k, v, *boxes, out, lse,
+        attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits,
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
-        A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x), A.band_of(x.band),
+        A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band),
         A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,
-        block_k, is_natural, precision(x),
+        block_k, is_natural, precision(x), x.into is not None,
     )  # fmt: skip
     return out, lse

@@ -329,8 +329,20 @@ def _maximum(x, y):
 
 
 @triton.jit
+def distance_of(slot, b, keys, place):
+    """Which entry of a table of distances the elements at hand read."""
+    reach = slot.size // 2
+    if slot.places is not None:
+        base = slot.places + tl.cast(b, tl.int64) * slot.places_b
+        keys = tl.load(base + tl.minimum(keys, slot.places_size - 1)).to(tl.int32)
+        place = tl.minimum(tl.maximum(place, 0), slot.places_size - 1)
+        place = tl.load(base + place).to(tl.int32)
+    return tl.minimum(tl.maximum(keys - place, -reach), reach) + reach
+
+
+@triton.jit
 def argument(slot, b, head, rows, keys, place):
-    """A mod's argument for the elements at hand, as `mods.gather` has it; indices are clamped to its size."""
+    """A mod's argument for the elements at hand, as `mods.bind` has it; indices are clamped to its size."""
     if slot.axis is None:
         return tl.full((), slot.value, tl.float32)
     else:
@@ -339,8 +351,7 @@ def argument(slot, b, head, rows, keys, place):
             value = tl.load(base)
         else:
             if slot.axis == "distance":
-                reach = slot.size // 2
-                at = tl.minimum(tl.maximum(keys - place, -reach), reach) + reach
+                at = distance_of(slot, b, keys, place)
             elif slot.axis == "q":
                 at = rows
             else:

@@ -1,0 +1,411 @@
+"""The forward on Hopper in FP8: FlashAttention-3 (arXiv 2407.08608, section 3.3), as `sm90_forward` with e4m3 operands.
+
+Read `sm90_forward` first; what differs:
+- Scales. A row of queries has one (with the factor of the softmax in it), a block of keys one for K and one for V.
+  Scores are scaled as they become weights; acc is in units of the last block's scale of values, so that a change of
+  scale is part of the rescaling that each block brings anyhow.
+- Weights are held times 2^PLACES, so that e4m3 keeps what is down to 2^-17 of a row's largest.
+- V lies transposed, a key a column, in an order in which an accumulator's registers are the next product's operand as
+  they are (`quant.columns`).
+- The tensor cores add e4m3 products with some 14 bits. PARTS > 0: each block's P·V starts at 0 and is added to acc in
+  fp32, in PARTS parts of the head dim, one after another where registers are few; it costs no instruction, since the
+  rescaling's multiplication becomes a multiply-add. PARTS = 0 leaves acc to the tensor cores.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from relampago.backends.gluon import schedule
+from relampago.backends.gluon.channel import (
+    Channel,
+    barriers,
+    channel,
+    receive,
+    release,
+    store,
+    tiles_of,
+)
+from relampago.backends.gluon.producer import produce
+from relampago.backends.gluon.sizes import Sides, Size
+from relampago.backends.gluon.sm90_forward import (
+    give_turn,
+    place_of,
+    scores,
+    sight,
+    store_part,
+    wait_turn,
+)
+from relampago.backends.gluon.softmax import (
+    LOG2E,
+    capped,
+    exp2,
+    finish,
+    finite,
+    hide,
+    part_sum,
+    pin,
+    row_max,
+)
+from relampago.backends.gluon.tiles import (
+    DYNAMIC,
+    ROWS,
+    SLOTS,
+    WORDS,
+    first_row,
+    locate,
+    receive_tile,
+    tile_of,
+)
+from relampago.backends.gluon.versions import aggregate
+from relampago.quant.cast import BLOCK
+from relampago.quant.emulation import PLACES
+
+SHARED_BY = gl.constexpr(BLOCK)  # tokens of a scale
+TIMES = gl.constexpr(float(1 << PLACES))
+PLACE = gl.constexpr(float(PLACES))
+
+advance = gluon.jit(schedule.advance)
+
+
+@aggregate
+class Scales:
+    """Scales fp32 (B, heads, blocks): of queries, keys, values, and how many blocks each has."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    blocks_q: gl.tensor
+    blocks_k: gl.tensor
+    blocks_v: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, blocks_q, blocks_k, blocks_v):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.blocks_q = blocks_q
+        self.blocks_k = blocks_k
+        self.blocks_v = blocks_v
+
+
+@gluon.jit
+def of_block(scales, blocks, k0, at):
+    """The scale of the keys from k0 on; `at` is the place of the sequence's and head's, in heads."""
+    return gl.load(scales + (at * blocks + min(max(k0, 0) // SHARED_BY, blocks - 1)))
+
+
+@gluon.jit
+def of_rows(scales, tile, heads, rows, size, factor):
+    """Each row's scale times the softmax's factor."""
+    block = gl.minimum(rows // SHARED_BY, scales.blocks_q - 1)
+    place = (tile.q.b * size.heads + heads) * scales.blocks_q + block
+    return gl.load(scales.q + place, mask=rows < tile.q.length, other=1.0) * factor
+
+
+@gluon.jit
+def operand(p, P_L: gl.constexpr):
+    """Weights as the next product's operand: keys in the order of `quant.columns`, and no register moves."""
+    p = p.to(gl.float8e4nv)
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    p = gl.permute(gl.reshape(p, [M, N // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+    return gl.convert_layout(gl.reshape(p, [M, N]), P_L, assert_trivial=True)
+
+
+@gluon.jit
+def weigh(p8, v, acc, C: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, O_L: gl.constexpr):
+    """Part C of P·V under way: apart from acc, or, if PARTS is 0, onto it."""
+    if PARTS == 0:
+        t = warpgroup_mma(p8, v.permute((1, 0)), acc, is_async=True)
+    else:
+        t = gl.zeros([ROWS, W], gl.float32, O_L)
+        if PARTS > 1:
+            v = v.slice(C * W, W, dim=0)
+        t = warpgroup_mma(p8, v.permute((1, 0)), t, use_acc=False, is_async=True)
+    return t
+
+
+@gluon.jit
+def grown(acc, t, beta, PARTS: gl.constexpr):
+    """acc with a block's part t: both in fp32, in registers. beta: what acc shrinks by before."""
+    if PARTS == 0:
+        acc = t
+    else:
+        O_L: gl.constexpr = acc.type.layout
+        acc = acc * spread(beta, O_L) + t
+    return acc
+
+
+@gluon.jit
+def spread(factor, O_L: gl.constexpr):
+    """A factor per row, for O."""
+    return gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
+
+
+@gluon.jit
+def others(
+    p8, v, acc2, acc3, acc4, beta, PARTS: gl.constexpr, W: gl.constexpr, O_L: gl.constexpr
+):  # fmt: skip
+    """The parts after the first, one at a time."""
+    if PARTS >= 2:
+        t = weigh(p8, v, acc2, 1, PARTS, W, O_L)
+        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+        acc2 = grown(acc2, t, beta, PARTS)
+    if PARTS == 4:
+        t = weigh(p8, v, acc3, 2, PARTS, W, O_L)
+        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+        acc3 = grown(acc3, t, beta, PARTS)
+        t = weigh(p8, v, acc4, 3, PARTS, W, O_L)
+        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+        acc4 = grown(acc4, t, beta, PARTS)
+    return acc2, acc3, acc4
+
+
+@gluon.jit
+def capped_scores(s, factor, cap):
+    """Scores in base 2 after softcap, if there is one; else as they are. factor: what a row's are times, > 0."""
+    if cap is not None:
+        s = capped(s * gl.expand_dims(factor, 1), 1.0) * (cap * LOG2E)
+    return s
+
+
+@gluon.jit
+def weights(s, m, factor, cap, S_L: gl.constexpr):
+    """(weights times 2^PLACES, maxima in base 2) of what `capped_scores` gives."""
+    if cap is not None:
+        m = gl.maximum(m, row_max(s, gl.SliceLayout(1, S_L)))
+        p = exp2(s - gl.expand_dims(finite(m) - PLACE, 1))
+    else:
+        m = gl.maximum(m, row_max(s, gl.SliceLayout(1, S_L)) * factor)
+        p = exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(finite(m) - PLACE, 1))
+    return p, m
+
+
+@gluon.jit
+def step(
+    q, keys, values, acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
+    seen, band, cap, factor, scales, kv_at, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
+    D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
+    P_L: gl.constexpr, W: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr, TABLES: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 8 to 14: Sⱼ and Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
+    sk = of_block(scales.k, scales.blocks_k, k0, kv_at)
+    sv_new = of_block(scales.v, scales.blocks_v, k0, kv_at)
+    k = receive(keys, stage_k, phase_k, BK, D)
+    wait_turn(WG, PINGPONG)
+    s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
+    v = receive(values, stage_v, phase_v, E, BK)
+    t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
+    give_turn((WG + 1) % WGS, PINGPONG)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    release(keys, stage_k)
+    s = capped_scores(s, factor * sk, cap)
+    if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if masked:
+            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
+    p, m_new = weights(s, m, factor * sk, cap, S_L)
+    alpha = exp2(m - finite(m_new))
+    sums = part_sum(p)
+    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+    l = l * gl.expand_dims(alpha4, 1) + sums
+    if PIN:
+        l = pin(l)
+    t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+    acc1 = grown(acc1, t, beta, PARTS)
+    acc2, acc3, acc4 = others(p8, v, acc2, acc3, acc4, beta, PARTS, W, O_L)
+    release(values, stage_v)
+    beta = alpha * (sv / sv_new)
+    if PARTS == 0:
+        acc1 = acc1 * spread(beta, O_L)
+    p8 = operand(p, P_L)
+    stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+    return acc1, acc2, acc3, acc4, p8, m_new, l, beta, sv_new, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def store_tile(
+    results, o_desc, WG: gl.constexpr, C: gl.constexpr, tile, row0, acc, at, inside, part, size, W: gl.constexpr,
+    MOST: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Part C of O, W columns of it, through shared memory; or, of a split, to its share of `part`."""
+    if SPLIT:
+        store_part(part, acc, at, inside, size, C * W)
+    else:
+        result = results.tiles.index(WG * MOST + C)
+        result.reshape([ROWS, W]).store(acc.to(results.tiles.dtype))
+        fence_async_shared()
+        store(o_desc, result, tile.q, row0, tile.head, PACKED, C * W)
+
+
+@gluon.jit
+def consume(
+    queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales,
+    WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
+    LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 rows of every tile of this block of threads."""
+    PART: gl.constexpr = ROWS // PACK
+    PACKED: gl.constexpr = extra.cu_q is not None
+    TABLES: gl.constexpr = extra.row_start is not None
+    MOST: gl.constexpr = PARTS if PARTS > 0 else 1
+    W: gl.constexpr = E // MOST
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 32]
+    )
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 32]
+    )
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=4)
+    R_L: gl.constexpr = gl.SliceLayout(1, S_L)
+    stage_k, phase_k, stage_v, phase_v = 0, 0, 0, 0
+    turn = 0
+    if WG == WGS - 1:
+        give_turn(0, PINGPONG)
+    number = tile_of(turn, size, slots, SCHEDULE)
+    while number >= 0:
+        if SCHEDULE == DYNAMIC:
+            tile = receive_tile(
+                number, slots, turn, size, band, WGS * PART, BK, PACKED, SPLIT or TABLES
+            )
+        else:
+            tile = locate(number, size, band, extra, WGS, BK, PACK, SPLIT)
+        row0 = first_row(tile.row_tile, size, WGS * PART) + WG * PART
+        seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
+        k0 = (tile.first + tile.count - 1) * BK
+        heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
+        by_row = of_rows(scales, tile, heads, seen.rows, size, factor)
+        kv_at = tile.k.b * (size.heads // size.group) + tile.head // size.group
+        sk = of_block(scales.k, scales.blocks_k, k0, kv_at)
+        sv = of_block(scales.v, scales.blocks_v, k0, kv_at)
+        acc1 = gl.zeros([ROWS, W], gl.float32, O_L)
+        acc2, acc3, acc4 = stage_k, stage_k, stage_k  # stand for what is not there
+        if PARTS >= 2:
+            acc2 = gl.zeros([ROWS, W], gl.float32, O_L)
+        if PARTS == 4:
+            acc3 = gl.zeros([ROWS, W], gl.float32, O_L)
+            acc4 = gl.zeros([ROWS, W], gl.float32, O_L)
+        q = receive(queries, WG, turn & 1, ROWS, D)
+
+        # the first block: S and its softmax, with nothing to overlap but the other warpgroups
+        k = receive(keys, stage_k, phase_k, BK, D)
+        s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        release(keys, stage_k)
+        stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        s = capped_scores(s, by_row * sk, extra.cap)
+        if PEELED:
+            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
+        m = gl.full([ROWS], float("-inf"), gl.float32, R_L)
+        p, m = weights(s, m, by_row * sk, extra.cap, S_L)
+        l = part_sum(p)
+        beta = gl.full([ROWS], 1.0, gl.float32, R_L)  # acc is 0
+        p8 = operand(p, P_L)
+
+        for _ in range(tile.count - 1):
+            k0 -= BK
+            masked = (k0 < start) | (k0 + BK > end)
+            (acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
+                q, keys, values, acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v,
+                phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
+                S_L, O_L, P_L, W, LOOPED, ENDS, TABLES, PINGPONG, PIN, PARTS,
+            )  # fmt: skip
+        v = receive(values, stage_v, phase_v, E, BK)
+        t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
+        mbarrier.arrive(queries.empty.index(WG), count=1)
+        total = gl.convert_layout(gl.sum(l, axis=1), R_L) * (1.0 / TIMES)
+        inverse, rows_lse = finish(m, total, 1.0, extra.sinks, heads)
+        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+        acc1 = grown(acc1, t, beta, PARTS)
+        acc2, acc3, acc4 = others(p8, v, acc2, acc3, acc4, beta, PARTS, W, O_L)
+        release(values, stage_v)
+        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+
+        by = spread(inverse * (sv * (1.0 / TIMES)), O_L)
+        inside = seen.rows < tile.q.length
+        at = place_of(size, tile, heads, seen.rows, SPLIT, PACKED)
+        if not SPLIT:
+            tma.store_wait(pendings=0)
+        store_tile(
+            results, o_desc, WG, 0, tile, row0, acc1 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
+        )  # fmt: skip
+        if PARTS >= 2:
+            store_tile(
+                results, o_desc, WG, 1, tile, row0, acc2 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
+            )  # fmt: skip
+        if PARTS == 4:
+            store_tile(
+                results, o_desc, WG, 2, tile, row0, acc3 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
+            )  # fmt: skip
+            store_tile(
+                results, o_desc, WG, 3, tile, row0, acc4 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
+            )  # fmt: skip
+        gl.store(lse + at, rows_lse, mask=inside)
+        turn += 1
+        number = tile_of(turn, size, slots, SCHEDULE)
+    if WG == 0:
+        wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(
+    do_not_specialize=["factor", *Size._fields, *Sides._fields, "blocks_q", "blocks_k", "blocks_v"]
+)
+def attend_fp8(
+    q_desc, k_desc, v_desc, o_desc, part, lse, counter, factor, q_scale, k_scale, v_scale, blocks_q, blocks_k,
+    blocks_v, len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride,
+    offset, left, right, prefix, extra,
+    WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
+    STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
+    ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
+    PARTS: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+):  # fmt: skip
+    """Out and LSE; or, if SPLIT, each split's part of them. See `sm90_forward.attend`."""
+    size = Size(
+        len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride
+    )  # fmt: skip
+    band = Sides(offset, left, right, prefix)
+    scales = Scales(q_scale, k_scale, v_scale, blocks_q, blocks_k, blocks_v)
+    queries = channel(q_desc, WGS, 1)
+    keys = channel(k_desc, STAGES, WGS)
+    values = channel(v_desc, STAGES, WGS)
+    results = queries
+    if not SPLIT:
+        results = Channel(
+            tiles_of(o_desc, WGS * (PARTS if PARTS > 0 else 1)), queries.full, queries.empty
+        )
+    words = gl.allocate_shared_memory(
+        gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, WGS))
+    fence_async_shared()
+    if WGS == 3:
+        gl.warp_specialize([
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 2,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
+                       extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
+                       extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False)),
+        ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -1,0 +1,322 @@
+"""The tables of README and docs, each made from a committed JSON file, as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from relampago.cli.console import size
+from relampago.cli.report.results import load
+
+
+def markdown(title: str, head: list[str], rows: list[list[str]], note: str) -> str:
+    """A titled table and a line below it."""
+    lines = [
+        f"**{title}**",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---" + "|---:" * (len(head) - 1) + "|",
+    ]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, "", note])
+
+
+def cpu() -> str:
+    """Ratios to SDPA by case, dtype and direction."""
+    data = load("cpu/bench.json")
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for row in data["rows"]:
+        if row["backend"] == "cpu" and "seconds" in row:
+            found.setdefault(row["case"], {})[row["dtype"], row["direction"]] = row["speed_vs_sdpa"]
+    columns = [("fp32", "forward"), ("fp32", "both"), ("bf16", "forward"), ("bf16", "both")]
+    rows = [
+        [case, *(f"{ratios[c]:.2f}×" if ratios.get(c) else "–" for c in columns)]
+        for case, ratios in found.items()
+    ]
+    facts = data["machine"]
+    note = (
+        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}; speed relative to "
+        "`F.scaled_dot_product_attention`, medians in alternating order, each sample after a pause in which torch's "
+        f"OpenMP threads stop spinning{at_priority(data)} (`cpu/bench.json`).{at_ordinary_priority(columns)}"
+    )
+    head = ["CPU, 8 heads", "fp32 forward", "fp32 fwd+bwd", "bf16 forward", "bf16 fwd+bwd"]
+    return markdown("CPU: speed against SDPA", head, rows, note)
+
+
+def at_priority(data: Any) -> str:
+    """How the process was kept from its neighbours, if it was."""
+    real_time = data.get("protocol", {}).get("real_time_priority")
+    return ", at real-time priority on a shared machine" if real_time else ""
+
+
+def at_ordinary_priority(columns: list[tuple[str, str]]) -> str:
+    """The short cases as a user meets them: where waking threads costs most."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    data = load("cpu/bench-1k.json")
+    for row in data["rows"]:
+        if row["backend"] == "cpu":
+            found.setdefault(row["case"], {})[row["dtype"], row["direction"]] = row["speed_vs_sdpa"]
+    cases = (
+        f"{case} {', '.join(f'{ratios[c]:.2f}×' for c in columns)}"
+        for case, ratios in found.items()
+    )
+    return f" At ordinary priority on a quiet machine: {'; '.join(cases)} (`cpu/bench-1k.json`)."
+
+
+def memory() -> str:
+    """Peak memory beside the inputs by length, on the CPU."""
+    data = load("cpu/bench.json")
+    found: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+    for row in data["rows"]:
+        kind, length = row["case"].rsplit("-", 1)
+        if kind in ("full-d64", "causal-d64") and row["dtype"] == "fp32" and row.get("peak_bytes"):
+            found.setdefault((kind, length), {})[row["backend"], row["direction"]] = row[
+                "peak_bytes"
+            ]
+    columns = [(who, way) for way in ("forward", "both") for who in ("cpu", "sdpa")]
+    rows = [
+        [f"{kind} {length}", *(size(peaks[c]) if c in peaks else "–" for c in columns)]
+        for (kind, length), peaks in found.items()
+    ]
+    head = ["peak beside the inputs", "forward", "SDPA", "fwd+bwd", "SDPA fwd+bwd"]
+    facts = data["machine"]
+    note = (
+        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, fp32, 8 heads; growth of a "
+        "process of its own (`cpu/bench.json`)."
+    )
+    return markdown("CPU: memory by length", head, rows, note)
+
+
+def triton() -> str:
+    """The portable kernels on the H200 through the public API, beside SDPA's backends in the same run."""
+    data = load("h200/triton.json")
+    rows = []
+    for row in data["rows"]:
+        if row["what"] == "16k":
+            cells = [f"d {row['dim']} {'causal' if row['causal'] else 'full'}"]
+            for rates in (row["forward"], row["backward"]):
+                cells += [f"{rates[name]:.0f}" for name in ("triton", "flash", "cudnn")]
+                cells.append(f"{rates['triton'] / rates['flash']:.2f}×")
+            rows.append(cells)
+    rows.sort(key=lambda cells: int(cells[0].split()[1]))
+    missing = [
+        d for d in (64, 128, 256) if not any(cells[0].startswith(f"d {d} ") for cells in rows)
+    ]
+    head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
+    note = (
+        f"{data['machine']}, torch {data['torch']}, Triton {data['triton']}, bf16, 16k tokens, heads = 2048 / d, "
+        f"{data['date']}; FA2, cuDNN: SDPA's, in the same run (`h200/triton.json`).{_others(data['rows'])}"
+    ) + "".join(f" d {d} was not reached in this run." for d in missing)
+    return markdown("Portable Triton kernels on the H200", head, rows, note)
+
+
+def _others(rows: list[dict[str, Any]]) -> str:
+    """Window, memory and host time in a sentence each."""
+    found = {row["what"]: row for row in rows}
+    peaks = [row for row in rows if row["what"] == "memory"]
+    host = {row["call"]: row["microseconds"] for row in rows if row["what"] == "host"}
+    text = ""
+    if window := found.get("window 1024 at 32k"):
+        text += f" Window 1024 at 32k: {window['ratio']:.1f}× faster than full causal."
+    if peaks:
+        sizes = ", ".join(f"{row['mib']:.0f} MiB at {row['length'] // 1024}k" for row in peaks)
+        text += f" Peak memory of forward and backward beyond the inputs, 8 heads, d 64: {sizes}."
+    if host:
+        calls = ", ".join(f"{name} {us:.0f}" for name, us in host.items())
+        text += f" Host time of a warm call in µs: {calls}."
+    return text
+
+
+def decode() -> str:
+    """Decoding with the tables' plans, KV bytes per second."""
+    data = load("h200/decode-sweep.json")
+    shapes = [(b, kv) for kv in (8192, 32768) for b in (1, 8, 64)]
+    wanted = {
+        "SDPA cuDNN": lambda r: r["impl"] == "sdpa_cudnn",
+        "relampago, contiguous": lambda r: (r.get("kind"), r.get("plan")) == ("dense", "k128w4s3"),
+        "relampago, cache": lambda r: (r.get("kind"), r.get("plan")) == ("cache", "k128w4s3"),
+        **{
+            f"relampago, pages of {n}": lambda r, n=n: (
+                (r.get("kind"), r.get("plan")) == (f"p{n}", "k64w4s4")
+            )
+            for n in (16, 64, 256)
+        },
+    }
+    rows = []
+    for label, fits in wanted.items():
+        best: dict[tuple[int, int], float] = {}
+        for r in data["rows"]:
+            if fits(r) and r.get("auto", True) and r.get("chained") is not False and "gbs" in r:
+                shape = (r["b"], r["kv"])
+                best[shape] = max(best.get(shape, 0.0), r["gbs"])
+        rows.append([label, *(f"{best[s]:.0f}" if s in best else "–" for s in shapes)])
+    head = ["GB/s of keys and values", *(f"b {b}, {kv // 1024}k" for b, kv in shapes)]
+    note = "NVIDIA H200, 32/8 heads, d 128, bf16, CUDA graph, 2026-12-01, one run (`h200/decode-sweep.json`)."
+    return markdown("Decoding on the H200", head, rows, note)
+
+
+SHAPES = {(16, 1024): "16 × 1k", (4, 4096): "4 × 4k", (1, 16384): "1 × 16k", (1, 32768): "1 × 32k"}
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+
+def chosen(dim: int, dim_v: int, causal: bool, length: int) -> str:
+    """What the run calls the plan that sm90.toml has chosen since."""
+    long = length >= 16384
+    if dim == dim_v == 64 and not causal:
+        return "rotate" if length == 4096 else "turns"
+    if dim in (128, 256) and not causal and long:
+        return "rotate"
+    if dim == 96 or (dim_v == 128 and dim == 192 and causal):
+        return "turns"
+    return "pin" if dim == dim_v == 192 and causal else "table"
+
+
+def forward_rates() -> dict[tuple[Any, ...], float]:
+    """TFLOP/s by (name, dim, dim_v, causal, batch, length), medians of the rounds."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for r in load("h200/hopper.json")["rows"]:
+        if r["kind"] == "time":
+            key = (r["name"], r["dim"], r["dim_v"], r["causal"], r["batch"], r["length"])
+            found.setdefault(key, []).append(r["tflops"])
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def gluon() -> str:
+    """The Hopper forward beside the best of FA3 and cuDNN in the same run."""
+    data, rates = load("h200/hopper.json"), forward_rates()
+    rows = []
+    for dim, dim_v in DIMS:
+        for causal in (False, True):
+            cells = [
+                f"d {dim if dim == dim_v else f'{dim}/{dim_v}'} {'causal' if causal else 'full'}"
+            ]
+            for batch, length in SHAPES:
+                where = (dim, dim_v, causal, batch, length)
+                rate = rates.get((chosen(dim, dim_v, causal, length), *where))
+                peers = [rates[(p, *where)] for p in ("cudnn", "fa3") if (p, *where) in rates]
+                cells.append(f"{rate:.0f} ({rate / max(peers):.2f}×)" if rate else "–")
+            rows.append(cells)
+    head = ["TFLOP/s (ratio to the best of FA3 and cuDNN)", *SHAPES.values()]
+    (ceiling,) = (r["tflops"] for r in data["rows"] if r["kind"] == "ceiling")
+    checks = [r for r in data["rows"] if r["kind"] == "check"]
+    bad = sum(not r["ok"] for r in checks)
+    note = (
+        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, one run of up to two rounds, "
+        f"kernel of commit {data['commit']}, cuBLAS {ceiling:.0f}; plans as chosen since from the same run; "
+        f"{len(checks)} checks of correctness before it, {bad} bad (splits under causal, mended since) "
+        "(`h200/hopper.json`)."
+    )
+    return markdown("Hopper forward in Gluon on the H200", head, rows, note)
+
+
+BACKWARD = {  # what sm90.toml chooses for the backward: the run's name by (d, causal)
+    (64, 0): "d64-q64-f2n",
+    (64, 1): "d64-q128-f2n",
+    (128, 0): "d128-f3n",
+    (128, 1): "d128-f0",
+    (256, 0): "d256-twins1p",
+    (256, 1): "d256-twins1p",
+}
+
+
+def backward_rates() -> dict[tuple[Any, ...], float]:
+    """TFLOP/s by (dim, causal, batch, length, name)."""
+    rows = load("h200/gluon-backward.json")["rows"]
+    return {(r["d"], r["causal"], r["b"], r["n"], r["name"]): r["tf"] for r in rows}
+
+
+def gluon_backward() -> str:
+    """The Hopper backward with the table's plans beside cuDNN, FlashAttention-2 and Triton in the same run."""
+    data, rates = load("h200/gluon-backward.json"), backward_rates()
+    rows = []
+    for (dim, is_causal), name in BACKWARD.items():
+        cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
+        for shape in SHAPES:
+            ours, *peers = (
+                rates.get((dim, is_causal, *shape, who))
+                for who in (name, "cudnn", "flash", "triton")
+            )
+            if ours is None or peers[0] is None:
+                cells.append("–")
+                continue
+            others = " / ".join("–" if rate is None else f"{rate:.0f}" for rate in peers)
+            cells.append(f"{ours:.0f} ({ours / peers[0]:.2f}×) / {others}")
+        rows.append(cells)
+    head = ["ours (ratio to cuDNN) / cuDNN / FA2 / Triton", *SHAPES.values()]
+    note = (
+        f"{data['machine']}, bf16, TFLOP/s of the whole backward, heads = 2048 / d, CUDA graph, {data['date']}, "
+        f"one run; {data['checks']} checks of gradients against fp64, {data['failed']} failed. FlashAttention-4 was "
+        "not in the run (`h200/gluon-backward.json`)."
+    )
+    return markdown("Hopper backward in Gluon on the H200", head, rows, note)
+
+
+def training() -> str:
+    """The training step of 7 billion parameters."""
+    from relampago.cli.train_step import rows, table
+
+    record = load("h200/train-step.json")
+    shape, made = rows.of_record(record)
+    peak = rows.peak_flops(record)
+    lines = [table.cells(row, shape, peak) for row in made]
+    first, facts = record["cells"][0], record["machine"]
+    note = (
+        f"{facts['gpus'][0]['name']}, torch {facts['torch']}, {facts['date'][:10]}, {first['model']}, {shape.layers} "
+        f"layers, checkpoints: {first['checkpoint']}, AdamW: {first['optimiser']}; ~: estimates "
+        f"(`h200/train-step.json`). {' '.join(f'{said}.' for said in rows.gains(made))}"
+    )
+    return markdown("A training step", list(table.HEAD), lines, note)
+
+
+def moved() -> str:
+    """Bytes by hardware counters beside the formulas."""
+    from relampago.cli import measured
+
+    record = load("h200/io.json")
+    lines = [[f"{r['contestant']} {r['direction']}", *measured.cells(r)] for r in record["rows"]]
+    facts, asked = record["machine"], record["asked"]
+    blind = record["no_counters"]
+    note = (
+        f"{facts['gpus'][0]['name']}, {facts['date'][:10]}, q {asked['q']}, {asked['dtype']}, "
+        f"{'causal' if asked['causal'] else 'full'}{f'; no bytes: {blind}' if blind else ''} (`h200/io.json`)."
+    )
+    return markdown("Device memory, by counters", list(measured.HEAD), lines, note)
+
+
+def curves() -> str:
+    """The loss curves of one seed."""
+    record = load("cpu/train-tiny.json")
+    lines = [
+        [kind, f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}",
+         f"{record['gaps'][kind]:.1e}" if kind in record["gaps"] else "–"]
+        for kind, run in record["runs"].items()
+    ]  # fmt: skip
+    facts, done = record["machine"], record["settings"]
+    note = (
+        f"{facts['cpu']}, torch {facts['torch']}, {facts['date'][:10]}, {done['steps']} steps of {done['batch']} × "
+        f"{done['length']} bytes, {done['dtype']} (`cpu/train-tiny.json`)."
+    )
+    head = ["one seed", "first loss", "last loss", "greatest distance from eager in any step"]
+    return markdown("Loss curves", head, lines, note)
+
+
+def support() -> str:
+    """What runs where, by the backends' own words."""
+    from relampago.cli.matrix import as_markdown
+
+    return as_markdown()
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "cpu": ("cpu/bench.json", cpu),
+    "memory": ("cpu/bench.json", memory),
+    "triton": ("h200/triton.json", triton),
+    "decode": ("h200/decode-sweep.json", decode),
+    "gluon": ("h200/hopper.json", gluon),
+    "gluon-backward": ("h200/gluon-backward.json", gluon_backward),
+    "train-step": ("h200/train-step.json", training),
+    "io": ("h200/io.json", moved),
+    "train-tiny": ("cpu/train-tiny.json", curves),
+    "support": ("", support),
+}

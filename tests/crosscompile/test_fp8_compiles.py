@@ -1,0 +1,152 @@
+"""FP8 on Hopper compiles with no GPU: no spills, no shuffles between the products, the casts, decoding from e4m3."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from relampago.masks.rules import Band
+from relampago.mods import register, softcap
+from relampago.plan import Plan, table
+from relampago.problem import Arrays
+from relampago.quant import E4M3
+
+triton = pytest.importorskip("triton", minversion="3.6")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from crosscompile.offline import Built, Recorder
+from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED, assembler_says, disassembled
+
+from relampago.backends.gluon import fp8_launch, launch
+from relampago.backends.triton import decode
+from relampago.quant import kernels
+
+TABLE = table("sm90")["gluon_sm90.forward_fp8"]
+WIDE_SPILLS = 128  # bytes of a thread at head dim 256: acc alone takes 128 of its registers
+FORM_SPILLS = 48  # of masks that hold each row's run of keys
+BANDS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 0)}
+
+
+def arrays(
+    dim: int, length: int = 512, band: str = "full", packed: bool = False, **more: Any
+) -> Arrays:
+    q = torch.zeros(1, length, 2, dim).to(E4M3)
+    if packed:
+        q, cu = q[0], torch.tensor([0, 100, 200], dtype=torch.int32)
+        more = {"cu_q": cu, "cu_k": cu, **more}
+    scale = torch.ones(2 if packed else 1, 2, 4)
+    return Arrays(
+        q=q, k=q, v=q, scale=1.0, band=BANDS[band], len_q=length, len_k=length, precision="fp8", q_scale=scale,
+        k_scale=scale, v_scale=scale, dtype=torch.bfloat16, **more,
+    )  # fmt: skip
+
+
+def build(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, x: Arrays, multiprocessors: int = 8
+) -> Built:
+    recorder = Recorder("sm90")
+    monkeypatch.setattr(launch, "launch", recorder)
+    monkeypatch.setattr(kernels, "launch", lambda *_: None)
+    fp8_launch.setting_of.cache_clear()
+    fp8_launch.forward(plan, x, multiprocessors)
+    fp8_launch.setting_of.cache_clear()
+    return recorder.built[0]
+
+
+def loops(sass: list[str]) -> list[list[str]]:
+    """The innermost loops with FP8 products."""
+    labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
+    spans = []
+    for end, line in enumerate(sass):
+        target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
+        if target and labels.get(target[1], end) < end:
+            spans.append((labels[target[1]], end))
+    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    bodies = [sass[start:end] for start, end in inner]
+    return [body for body in bodies if sum("QGMMA" in line for line in body) > 1]
+
+
+def check(built: Built, plan: Plan, dim: int) -> None:
+    allowed = WIDE_SPILLS if dim > 128 else 0
+    assert built.spills <= allowed + (0 if OLD else NEWEST_SPILLS[plan.block_q])
+    assert built.shared <= SHARED
+    said = assembler_says(built)
+    assert "C75" not in said, said
+    found = loops(disassembled(built))
+    assert len(found) == plan.block_q // 64
+    for body in found:
+        calls = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in body)
+        assert (
+            calls["SHFL"] <= 4
+        )  # a row's maximum, over its four threads: weights stay where they are
+        assert calls["HGMMA"] == 0
+        assert calls["MUFU"] >= plan.block_k // 2
+
+
+@pytest.mark.parametrize(
+    ("which", "band"), [(0, "full"), (1, "causal"), (1, "window"), (2, "causal")]
+)
+def test_rows_compile(monkeypatch, which, band) -> None:
+    row = TABLE[which]
+    dim = dict(row.when).get("dim_max", 256)
+    check(build(monkeypatch, row.plan, arrays(dim, band=band)), row.plan, dim)
+
+
+@pytest.mark.parametrize("form", ["packed", "split", "tables"])
+def test_other_forms(monkeypatch, form) -> None:
+    plan = TABLE[1].plan
+    more: dict[str, Any] = {}
+    if form == "packed":
+        more = {"sinks": torch.zeros(2), "mods": (register(softcap(30.0)),)}
+    x = arrays(128, packed=form == "packed", band="causal", **more)
+    if form == "tables":
+        runs = torch.zeros(1, 512, dtype=torch.int32)
+        x.band = Band(0, None, 0, None, runs, runs)
+    built = build(monkeypatch, plan, x, 132 if form == "split" else 2)
+    assert "C75" not in assembler_says(built)
+    assert built.spills <= FORM_SPILLS + (0 if OLD else NEWEST_SPILLS[plan.block_q])
+
+
+@pytest.mark.parametrize("dim", [96, 256])
+def test_casts(monkeypatch, dim) -> None:
+    built: list[Built] = []
+
+    def record(kernel: Any, grid: Any, warps: int, *args: Any) -> None:
+        recorder = Recorder("sm90")
+        recorder(kernel, 1, Plan(block_q=1, block_k=1, warps=warps, stages=2), *args)
+        built.extend(recorder.built)
+
+    monkeypatch.setattr(kernels, "launch", record)
+    x = torch.zeros(1, 512, 2, dim, dtype=torch.bfloat16)
+    kernels.rows_in_e4m3(x, None, 512)
+    kernels.columns_in_e4m3(x, None, 512)
+    kernels.columns_in_e4m3(
+        x[0].to(E4M3), torch.tensor([0, 9], dtype=torch.int32), 9, torch.ones(1, 2, 1)
+    )
+    assert [one.name for one in built] == ["cast_rows", "cast_columns", "cast_columns"]
+    assert all(one.spills == 0 for one in built)
+
+
+@pytest.mark.parametrize("arch", ["sm89", "sm90", "gfx950"])
+def test_decoding_from_e4m3(monkeypatch, arch) -> None:
+    recorder = Recorder(arch, only="attend_part")
+    monkeypatch.setattr(
+        decode,
+        "launch",
+        lambda kernel, grid, plan, chained, *args: recorder(kernel, grid, plan, *args),
+    )
+    k = torch.zeros(8, 64, 2, 128).to(E4M3)
+    scale = torch.ones(2, 2, 1)
+    x = Arrays(
+        q=torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16), k=k, v=k, scale=1.0, band=Band(0, None, 0), len_q=1,
+        len_k=256, lens_k=torch.zeros(2, dtype=torch.int32), page_table=torch.zeros(2, 4, dtype=torch.int32),
+        k_scale=scale, v_scale=scale,
+    )  # fmt: skip
+    decode.decode(x, Plan(block_q=64, block_k=64, warps=4, stages=3), splits=2, chained=False)
+    assert recorder.built[0].spills == 0

@@ -1,0 +1,79 @@
+"""Gradients of score mods' arguments in the interpreter, run by `test_interpreter.py` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
+
+from interpreter import exact
+from unit.test_table_gradients import PACKED, agree, draw, mixed
+
+import relampago as rl
+from relampago.mods import relative_bias, window_bias
+
+exact.patch()
+torch.set_num_threads(1)
+
+H, LQ, LK = 2, 40, 70
+CASES = {
+    "distance": (lambda t: {"score_mod": relative_bias(t[0]), "causal": True}, [(H, 21)]),
+    "all axes": (
+        lambda t: {"score_mod": (mixed(*t), relative_bias(t[3])), "softcap": 4.0, "window": (30, 9)},
+        [(H,), (LQ,), (2, H, LK), (2, H, 31)],
+    ),
+    "places, dropout": (
+        lambda t: {"score_mod": relative_bias(t[0], torch.arange(LK) // 3), "dropout_p": 0.2, "dropout_seed": 3},
+        [(H, 21)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name) -> None:
+    make, shapes = CASES[name]
+    tensors = draw((2, LQ, H, 16), (2, LK, 1, 16), (2, LK, 1, 16))
+    agree(tensors, draw(*shapes), make, torch.float32, "triton")
+
+
+def test_packed_sequences() -> None:
+    ends = [torch.tensor((0, *n)).cumsum(0).int() for n in ((0, 20, 37, 3), (5, 20, 50, 9))]
+    packing = dict(zip(PACKED, (*ends, 37, 50), strict=True))
+    tensors = draw((60, H, 40), (84, H, 40), (84, H, 16))
+    tables = draw((H,), (37,), (H, 50), (H, 21))
+    agree(
+        tensors,
+        tables,
+        lambda t: {"score_mod": mixed(*t), "causal": True, **packing},
+        torch.float32,
+        "triton",
+    )
+
+
+def test_half() -> None:
+    tensors = [t.bfloat16() for t in draw((2, 12, H, 16), (2, 12, H, 16), (2, 12, H, 16))]
+    tables = draw((5 * 7, H))
+    agree(
+        tensors,
+        tables,
+        lambda t: {"score_mod": window_bias(t[0], (3, 4))},
+        torch.bfloat16,
+        "triton",
+    )
+
+
+def test_refusals_are_words() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    table = torch.randn(5, requires_grad=True)
+    with pytest.raises(rl.Unsupported, match="not in deterministic mode"):
+        rl.attention(
+            q, q, q, score_mod=relative_bias(table), deterministic=True, backend="triton"
+        ).sum().backward()
+    mask = rl.BlockSparse.from_mask(torch.ones(8, 8, dtype=torch.bool))
+    with pytest.raises(rl.Unsupported, match="with BlockSparse masks"):
+        rl.attention(
+            q, q, q, score_mod=relative_bias(table), mask=mask, backend="triton"
+        ).sum().backward()
