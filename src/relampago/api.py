@@ -17,6 +17,7 @@ from torch import Tensor
 
 from relampago import quant, validate, warm
 from relampago.cache import KVCache
+from relampago.derivatives import run
 from relampago.errors import InvalidInput
 from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
 from relampago.measure import forward_max
@@ -26,7 +27,6 @@ from relampago.op import accumulate_op, backward_op
 from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
-from relampago.transforms import run
 
 
 class _Forced(threading.local):

@@ -123,6 +123,11 @@ def _soft_slope(score, q, k, head, args, math):
     return 1.0 + args[0] * (1.0 - t * t)
 
 
+def _soft_bend(score, q, k, head, args, math):
+    t = math.tanh(score)
+    return -2.0 * args[0] * t * (1.0 - t * t)
+
+
 def _checker(g: torch.Generator) -> BlockSparse:
     tiles = torch.rand(2, 4, 5, 6, generator=g) < 0.6
     return BlockSparse.from_tiles(tiles, shape=(72, 90), block=(16, 16))
@@ -201,7 +206,8 @@ CONTRACT: tuple[Case, ...] = (
         kv_heads=2,
         options={
             "score_mod": lambda g: ScoreMod(
-                _soft, _soft_slope, [("head", torch.rand(4, generator=g)), ("k", torch.rand(2, 4, 64, generator=g))]
+                _soft, _soft_slope, [("head", torch.rand(4, generator=g)), ("k", torch.rand(2, 4, 64, generator=g))],
+                _soft_bend,
             ),
             "softcap": 5.0,
         },

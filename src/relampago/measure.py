@@ -12,11 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from relampago.backends import Measuring
+from relampago.derivatives import differentiate, keep
 from relampago.errors import Unsupported
-from relampago.op import INPUTS, NAMES, decide, differentiate, gather, setup_context
+from relampago.op import INPUTS, NAMES, decide, gather
 from relampago.problem import Arrays, Facts, RowStatistics, accumulate_dtype, empty_lse
 from relampago.work import Work
 
@@ -47,8 +49,12 @@ def column_sums(lse: Tensor, last: int, *call: Any) -> Tensor:
 
 
 def _refuse_transforms(name: str) -> None:
-    if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling():
+        return
+    if peek_interpreter_stack() is not None:
         raise Unsupported(f"{name} inside a transform of torch.func (vmap, grad, …) is not known")
+    if forward_ad._current_level >= 0:
+        raise Unsupported(f"{name} under forward-mode AD is not known")
 
 
 @torch.library.impl(library, "forward_max", "CompositeExplicitAutograd")
@@ -120,12 +126,12 @@ def _column_sums_fake(lse: Tensor, last: int, *args: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    setup_context(ctx, inputs, output[:2])
+    keep(ctx, inputs, output[:2])
     ctx.mark_non_differentiable(output[2])
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
-    return differentiate(ctx, dout, dlse)
+    return tuple(differentiate(ctx, ctx.needs_input_grad, dout, dlse))
 
 
 torch.library.register_autograd(

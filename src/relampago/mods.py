@@ -7,8 +7,8 @@ tiles in a GPU kernel. It is called as
 
 where q and k are positions among the keys (the last row stands at the last key), head is the query head, `args` is the
 tuple of the mod's tensors, already indexed for the elements at hand, and `math` offers exp, log, tanh, abs, where,
-minimum and maximum. `dfn`, with the same signature, is the derivative of fn by score; those in `dargs` are derivatives
-of fn by the arguments, which then get gradients: a learned table needs no N×N bias.
+minimum and maximum. `dfn`, with the same signature, is the derivative of fn by score, `ddfn` that of dfn; those in
+`dargs` are derivatives of fn by the arguments, which then get gradients: a learned table needs no N×N bias.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Rule(NamedTuple):
     dfn: Callable[..., Any] | None
     slots: tuple[str | float, ...]
     dargs: tuple[Callable[..., Any] | None, ...]
+    ddfn: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ class ScoreMod:
             distance between places[k] and places[q] instead: ints (Lk,) or (B, Lk), by position among the keys.
         dargs: per argument the derivative of fn by it, same signature, or None; () for none. A tensor that has one
             gets its gradient, summed over all elements that read an entry.
+        ddfn: the derivative of dfn by score, same signature. Without it second derivatives are refused.
 
     Example:
         >>> alibi = ScoreMod(lambda s, q, k, head, args, math: s + args[0] * (k - q),
@@ -80,9 +82,15 @@ class ScoreMod:
     dfn: Callable[..., Any] | None = None
     args: Sequence[float | tuple[str, Tensor] | tuple[str, Tensor, Tensor]] = ()
     dargs: Sequence[Callable[..., Any] | None] = ()
+    ddfn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        named = [("fn", self.fn), ("dfn", self.dfn), *(("dargs", d) for d in self.dargs)]
+        named = [
+            ("fn", self.fn),
+            ("dfn", self.dfn),
+            ("ddfn", self.ddfn),
+            *(("dargs", d) for d in self.dargs),
+        ]
         for name, function in named:
             if not callable(function) and not (name != "fn" and function is None):
                 raise InvalidInput(
@@ -134,7 +142,8 @@ _numbers = itertools.count()
 
 def register(mod: ScoreMod) -> str:
     """The token that stands for a mod's functions and numbers."""
-    rule = Rule(mod.fn, mod.dfn, mod.slots, tuple(mod.dargs) or (None,) * len(mod.args))
+    dargs = tuple(mod.dargs) or (None,) * len(mod.args)
+    rule = Rule(mod.fn, mod.dfn, mod.slots, dargs, mod.ddfn)
     token = _tokens.get(rule)
     if token is None:
         name = getattr(mod.fn, "__name__", type(mod.fn).__name__)
@@ -158,6 +167,12 @@ def no_slope(tokens: tuple[str, ...]) -> str | None:
     """The refusal of a backward through mods without a derivative; None if all have one."""
     missing = [token.split("#")[0] for token in tokens if rule_of(token).dfn is None]
     return f"score mod {missing[0]} has no dfn, which the backward needs" if missing else None
+
+
+def no_bend(tokens: tuple[str, ...]) -> str | None:
+    """The refusal of second derivatives through mods that lack their own; None if all have it."""
+    missing = [token.split("#")[0] for token in tokens if rule_of(token).ddfn is None]
+    return f"score mod {missing[0]} has no ddfn, which second derivatives need" if missing else None
 
 
 class Argument(NamedTuple):
@@ -235,12 +250,12 @@ def _index(
 
 def softcap(cap: float) -> ScoreMod:
     """cap · tanh(score / cap), as in Gemma 2; bounds the scores to ±cap."""
-    return ScoreMod(_softcap, _softcap_slope, args=[cap])
+    return ScoreMod(_softcap, _softcap_slope, args=[cap], ddfn=_softcap_bend)
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
     """ALiBi (arXiv 2108.12409): minus slope times the distance of key and row; slopes (H,) or (B, H)."""
-    return ScoreMod(_alibi, _one, [("head", slopes)], [_alibi_by_slope])
+    return ScoreMod(_alibi, _one, [("head", slopes)], [_alibi_by_slope], ddfn=zero)
 
 
 def relative_bias(table: Tensor, places: Tensor | None = None) -> ScoreMod:
@@ -251,7 +266,7 @@ def relative_bias(table: Tensor, places: Tensor | None = None) -> ScoreMod:
         places: ints (Lk,) or (B, Lk): distances are places[k] - places[q] instead of k - q.
     """
     arg = ("distance", table) if places is None else ("distance", table, places)
-    return ScoreMod(_add, _one, [arg], [_one])
+    return ScoreMod(_add, _one, [arg], [_one], ddfn=zero)
 
 
 def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -320,6 +335,11 @@ def _softcap_slope(score, q, k, head, args, math):
     return 1.0 - t * t
 
 
+def _softcap_bend(score, q, k, head, args, math):
+    t = math.tanh(score / args[0])
+    return -2.0 * t * (1.0 - t * t) / args[0]
+
+
 def _alibi(score, q, k, head, args, math):
     return score - args[0] * math.abs(q - k)
 
@@ -334,3 +354,8 @@ def _add(score, q, k, head, args, math):
 
 def _one(score, q, k, head, args, math):
     return 1.0
+
+
+def zero(score, q, k, head, args, math):
+    """The second derivative of a mod that is linear in the score."""
+    return 0.0

@@ -1,21 +1,23 @@
 """The custom ops: what autograd, torch.compile and the FLOP counter see of relampago.
 
-Two ops, `relampago::forward` and `relampago::backward`. They take tensors, the sizes that may vary under
-torch.compile, and one string of static `Facts`. Description, choice and plan happen inside, where sizes are concrete.
+`relampago::forward`, which `accumulate` folds into other results; `backward`, with the gradients of score mods'
+tensors as `backward_args`; and the derivatives of both along tangents, `tangent` and `backward_tangent`. They take
+tensors, the sizes that may vary under torch.compile, and one string of static `Facts`. Description, choice and plan
+happen inside, where sizes are concrete. Which op is the derivative of which stands in `derivatives.py`.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from relampago.backends import Backend
-from relampago.errors import InvalidInput
+from relampago.backends import Backend, TwiceDifferentiable
+from relampago.errors import InvalidInput, Unsupported
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
 from relampago.merge import fold_
@@ -24,8 +26,11 @@ from relampago.problem import (
     Arrays,
     Device,
     Facts,
+    Grads,
+    Moving,
     Problem,
     Saved,
+    Tangents,
     Wanted,
     accumulate_dtype,
     describe,
@@ -40,21 +45,31 @@ INPUTS = (
     "Tensor? k_scale, Tensor? v_scale, Tensor[] blocks, "
     "Tensor[] mod_args, SymInt[] sizes, str facts"
 )
-NAMES = tuple(part.split()[-1] for part in INPUTS.split(", "))
+_RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+_BACKWARD = f"{_RESULTS}, bool[] wanted, {INPUTS}"
+_TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tsinks"
+_TANGENT = f"{_TANGENTS}, {INPUTS}"
+_MOVING = "Tensor? tdout, Tensor? tdlse, Tensor tout, Tensor tlse"
+_BACKWARD_TANGENT = f"{_RESULTS}, {_MOVING}, bool[] wanted, {_TANGENTS}, {INPUTS}"
+_GRADIENTS = "Tensor, Tensor, Tensor, Tensor, Tensor"
+NAMES, BACKWARD_NAMES, TANGENT_NAMES, BACKWARD_TANGENT_NAMES = (
+    tuple(part.split()[-1] for part in schema.split(", "))
+    for schema in (INPUTS, _BACKWARD, _TANGENT, _BACKWARD_TANGENT)
+)
 library = torch.library.Library("relampago", "DEF")
 library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
 library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {INPUTS}) -> ()")
-library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {INPUTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(  # the same with gradients of mod_args: `wanted` goes on with an entry for each
-    f"backward_args(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {INPUTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
-)
+library.define(f"backward({_BACKWARD}) -> ({_GRADIENTS})")
+# the same with gradients of mod_args: `wanted` goes on with an entry for each
+library.define(f"backward_args({_BACKWARD}) -> ({_GRADIENTS}, Tensor[])")
+library.define(f"tangent({_TANGENT}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(f"backward_tangent({_BACKWARD_TANGENT}) -> ({_GRADIENTS})")
 forward_op = torch.ops.relampago.forward.default
 accumulate_op = torch.ops.relampago.accumulate.default
 backward_op = torch.ops.relampago.backward.default
+backward_args_op = torch.ops.relampago.backward_args.default
+tangent_op = torch.ops.relampago.tangent.default
+backward_tangent_op = torch.ops.relampago.backward_tangent.default
 
 
 def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
@@ -112,10 +127,12 @@ def _decide(p: Problem, backend: str | None, plan: tuple[tuple[str, int], ...]):
     return chosen, Plan(**dict(plan)) if plan else chosen.plan(p)
 
 
-def decide(x: Arrays, facts: Facts, statistic: str = "") -> tuple[Problem, Backend, Plan]:
-    """What a forward, or a statistic, asks of which backend, and its plan."""
+def decide(
+    x: Arrays, facts: Facts, statistic: str = "", moving: bool = False
+) -> tuple[Problem, Backend, Plan]:
+    """What a forward, a statistic or a tangent asks of which backend, and its plan."""
     _check_cu_seqlens(x)
-    problem = describe(x, facts, statistic=statistic)
+    problem = describe(x, facts, statistic=statistic, moving=moving)
     return problem, *_decide(problem, facts.backend, facts.plan)
 
 
@@ -162,17 +179,60 @@ def _backward_args(
     wish = Wanted(q, k, v, bias, sinks, tuple(mod_args))
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
-    *grads, dargs = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
-    inputs = (x.q, x.k, x.v, x.bias, x.sinks)
+    grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
     return (
-        *(
-            _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
-            for grad, source in zip(grads, inputs, strict=True)
-        ),
+        *_returned(x, grads),
         [
             _absent(x.q) if grad is None else grad.to(source.dtype)
-            for grad, source in zip(dargs, x.mod_args, strict=False)
+            for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
         ],
+    )
+
+
+@torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
+def _tangent(*args: Any) -> tuple[Tensor, ...]:
+    x, facts = gather(args[5:])
+    problem, backend, plan = decide(x, facts, moving=True)
+    out, lse, tout, tlse = cast(TwiceDifferentiable, backend).tangent(
+        problem, plan, x, Tangents(*args[:5])
+    )
+    return out.to(x.out_dtype), lse, tout.to(x.out_dtype), tlse
+
+
+@torch.library.impl(library, "backward_tangent", "CompositeExplicitAutograd")
+def _backward_tangent(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tdout: Tensor | None,
+    tdlse: Tensor | None,
+    tout: Tensor,
+    tlse: Tensor,
+    wanted: list[bool],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    x, facts = gather(args[5:])
+    if x.shard:
+        raise Unsupported(
+            "second derivatives of one shard of a larger attention (`partial`, `partial_backward`)"
+        )
+    wish = Wanted(*wanted)
+    problem = describe(x, facts, wanted=wish, moving=True)
+    backend, plan = _decide(problem, facts.backend, facts.plan)
+    moving = Moving(Tangents(*args[:5]), tout, tlse, tdout, tdlse)
+    grads = cast(TwiceDifferentiable, backend).backward_tangent(
+        problem, plan, x, moving, Saved(out, lse), dout, dlse, wish
+    )
+    return _returned(x, grads)
+
+
+def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
+    """Gradients of the inputs as an op returns them."""
+    inputs = (x.q, x.k, x.v, x.bias, x.sinks)
+    return tuple(
+        _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
+        for grad, source in zip(grads[:5], inputs, strict=True)
     )
 
 
@@ -215,11 +275,23 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return out, x.q.new_empty(shape, dtype=accumulate_dtype(x.q.dtype))
 
 
+@torch.library.register_fake("relampago::tangent", lib=library)
+def _tangent_fake(*args: Any) -> tuple[Tensor, ...]:
+    return (*_forward_fake(*args[5:]), *_forward_fake(*args[5:]))
+
+
+@torch.library.register_fake("relampago::backward_tangent", lib=library)
+def _backward_tangent_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(args[8], args[14:])
+
+
 @torch.library.register_fake("relampago::backward", lib=library)
-def _backward_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
-) -> tuple[Tensor, ...]:
-    x, _ = gather(args)
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(args[4], args[5:])
+
+
+def _gradients_fake(wanted: list[bool], call: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    x, _ = gather(call)
     present = (True, True, True, x.bias is not None and wanted[3], x.sinks is not None)
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
     return tuple(
@@ -236,52 +308,16 @@ def _accumulate_fake(*args: Any) -> None:
 
 
 @torch.library.register_fake("relampago::backward_args", lib=library)
-def _backward_args_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
-) -> tuple[Any, ...]:
-    x, _ = gather(args)
+def _backward_args_fake(*args: Any) -> tuple[Any, ...]:
+    wanted, call = args[4], args[5:]
+    x, _ = gather(call)
     return (
-        *_backward_fake(dout, dlse, out, lse, wanted, *args),
+        *_gradients_fake(wanted, call),
         [
             source.new_empty(source.shape) if there else _absent(x.q)
             for there, source in zip(wanted[5:], x.mod_args, strict=True)
         ],
     )
-
-
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save what the backward op takes."""
-    *tensors, blocks, mod_args, sizes, facts = inputs
-    ctx.set_materialize_grads(False)
-    ctx.counts = (len(tensors), len(blocks))
-    ctx.save_for_backward(*output, *tensors, *blocks, *mod_args)
-    ctx.sizes, ctx.facts = sizes, facts
-
-
-def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """Gradients of the forward op's inputs, from those of out and LSE."""
-    out, lse, *rest = ctx.saved_tensors
-    n, n_blocks = ctx.counts
-    tensors, blocks, mod_args = rest[:n], rest[n : n + n_blocks], rest[n + n_blocks :]
-    needs = ctx.needs_input_grad[:5]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    given = (dout, dlse, out, lse)
-    call = (*tensors, blocks, mod_args, ctx.sizes, ctx.facts)
-    asked = ctx.needs_input_grad[NAMES.index("mod_args")]  # a plain False from `Transformable`
-    dargs: list[Tensor | None] = [None] * len(mod_args)
-    if isinstance(asked, list | tuple) and any(asked):
-        *grads, found = torch.ops.relampago.backward_args(*given, [*needs, *asked], *call)
-        dargs = [grad if need else None for grad, need in zip(found, asked, strict=True)]
-    else:
-        grads = torch.ops.relampago.backward(*given, list(needs), *call)
-    wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return (*wanted, *[None] * (n - 5), [None] * n_blocks, dargs, None, None)
-
-
-torch.library.register_autograd(
-    "relampago::forward", differentiate, setup_context=setup_context, lib=library
-)
 
 
 @register_flop_formula(torch.ops.relampago.forward)
@@ -292,6 +328,18 @@ def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
 @register_flop_formula(torch.ops.relampago.accumulate)
 def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return Work.of_shapes(*_sizes(shapes[2:])).forward_flops
+
+
+@register_flop_formula(torch.ops.relampago.tangent)
+def _tangent_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    given = [shape is not None for shape in shapes[:3]]
+    return Work.of_shapes(*_sizes(shapes[5:])).tangent_flops(*given)
+
+
+@register_flop_formula(torch.ops.relampago.backward_tangent)
+def _backward_tangent_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    given = [shape is not None for shape in (*shapes[9:12], shapes[4])]
+    return Work.of_shapes(*_sizes(shapes[14:])).backward_tangent_flops(*given)
 
 
 @register_flop_formula([torch.ops.relampago.backward, torch.ops.relampago.backward_args])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
-from relampago.mods import no_slope
+from relampago.mods import no_bend, no_slope
 
 FP8_PRODUCTS, FP8_CACHE = "FP8 products", "FP8 keys in a cache"
 
@@ -213,11 +213,32 @@ class Grads(NamedTuple):
     mod_args: tuple[Tensor | None, ...] = ()
 
 
+class Tangents(NamedTuple):
+    """Directions of a derivative, each shaped like its input; None where the input stands still."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None = None  # broadcasts to (B, H, Lq, Lk), as the bias does
+    sinks: Tensor | None = None
+
+
+class Moving(NamedTuple):
+    """What the derivative of a backward takes beside the backward's own: see docs/derivatives.md."""
+
+    inputs: Tangents
+    out: Tensor  # tangents of out and LSE, as `tangent` gives them
+    lse: Tensor
+    dout: Tensor | None  # tangents of the gradients of out and LSE
+    dlse: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What is asked, without tensors. Hashable: the key of choice, plan and compile cache."""
 
     direction: Literal["forward", "backward"] = "forward"
+    moving: bool = False  # its derivative along tangents
     device: Device
     batch: int
     heads_q: int
@@ -271,6 +292,8 @@ class Problem:
             "dropout": self.dropout,
             "deterministic mode": self.deterministic,
             "batch invariance": self.batch_invariant,
+            "tangents": self.moving and self.direction == "forward",
+            "second derivatives": self.moving and self.direction == "backward",
             self.statistic: bool(self.statistic),
             FP8_PRODUCTS: self.fp8 == "products",
             FP8_CACHE: self.fp8 == "cache",
@@ -320,11 +343,13 @@ def describe(
     *,
     wanted: Wanted | None = None,
     device: Device | None = None,
+    moving: bool = False,
     statistic: str = "",
 ) -> Problem:
     """The Problem that tensors and facts amount to; a backward one if gradients are wanted."""
     return Problem(
         direction="forward" if wanted is None else "backward",
+        moving=moving,
         device=device or Device.of(x.q.device),
         batch=x.batch,
         heads_q=x.q.shape[-2],
@@ -367,15 +392,17 @@ def refuse_variance(p: Problem) -> str | None:
         return "drops weights by a sequence's place in the batch, so dropout is not batch-invariant"
     if p.batch_invariant and p.blocks:
         return "cuts keys by a BlockSparse's lists, not by their positions, so it is not batch-invariant"
-    if p.batch_invariant and (p.statistic or p.mod_grads or p.fp8):
-        what = p.statistic or ("FP8" if p.fp8 else "gradients of score mods' arguments")
+    if p.batch_invariant and (p.statistic or p.mod_grads or p.fp8 or p.moving):
+        what = p.statistic or (
+            "tangents" if p.moving else "FP8" if p.fp8 else "gradients of score mods' arguments"
+        )
         return f"does not know batch-invariant {what}"
     return None
 
 
 def refuse_backward(p: Problem) -> str | None:
     """What no backend can differentiate: mods without a derivative, keys in a cache."""
-    if p.direction == "forward":
+    if p.direction == "forward" and not p.moving:
         return None
     if p.statistic:
         return "statistics have no gradient"
@@ -383,7 +410,9 @@ def refuse_backward(p: Problem) -> str | None:
         return "keys in a cache have no gradient"
     if p.dtype == "e4m3":
         return "e4m3 inputs have no gradient"
-    return no_slope(p.mods)
+    if p.moving and p.fp8 == "products":
+        return "FP8 products have no tangents and no second derivatives"
+    return no_slope(p.mods) or (no_bend(p.mods) if p.moving and p.direction == "backward" else None)
 
 
 STATISTICS = ("max logits", "row statistics", "column sums")
@@ -391,10 +420,11 @@ FEATURES = frozenset(
     name
     for layout in Layout
     for statistic in STATISTICS
+    for direction in ("forward", "backward")
     for name in Problem(
-        device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=1, dim_v=1, dtype="fp32",
-        layout_k=layout, left=True, right=True, prefix=True, tables=True, blocks=True, mask=True, mods=("any",),
-        bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True, deterministic=True, batch_invariant=True,
-        statistic=statistic,
+        direction=direction, moving=True, device=Device("cpu", "any"), batch=1, heads_q=1, heads_kv=1, len_q=1,
+        len_k=1, dim=1, dim_v=1, dtype="fp32", layout_k=layout, left=True, right=True, prefix=True, tables=True,
+        blocks=True, mask=True, mods=("any",), bias=True, bias_grad=True, mod_grads=True, sinks=True, dropout=True,
+        deterministic=True, batch_invariant=True, statistic=statistic,
     ).features()
 )  # fmt: skip

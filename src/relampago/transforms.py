@@ -1,70 +1,57 @@
-"""torch.func over the ops: vmap joins the batch; grad, vjp and their compositions work through `Transformable`."""
+"""torch.vmap over the ops: the new dimension joins the batch; where it cannot, the samples go one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
-from relampago.errors import Unsupported
-from relampago.op import NAMES, differentiate, forward_op, library, setup_context
+from relampago.op import (
+    BACKWARD_NAMES,
+    BACKWARD_TANGENT_NAMES,
+    NAMES,
+    TANGENT_NAMES,
+    backward_op,
+    backward_tangent_op,
+    forward_op,
+    library,
+    tangent_op,
+)
+from relampago.problem import Facts
 
-
-def run(*call: Any) -> tuple[Tensor, Tensor]:
-    """The forward op, in a form that torch.func can transform while one of its transforms is active."""
-    if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
-        if any(t.requires_grad for t in call[NAMES.index("mod_args")]):
-            raise Unsupported(
-                "gradients of score mod arguments inside a transform of torch.func are not known"
-            )
-        return Transformable.apply(*call)  # type: ignore[return-value]
-    return forward_op(*call)
-
-
-class Transformable(torch.autograd.Function):
-    """The op as torch.func wants it: PyTorch's own autograd for custom ops refuses grad and jacrev."""
-
-    @staticmethod
-    def forward(*call: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return forward_op(*call)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: D102
-        setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # noqa: D102
-        return tuple(None if isinstance(g, list) else g for g in differentiate(ctx, *grads))
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *call: Any):  # noqa: D102
-        return _forward_vmap(info, dims, *call)
+Batched = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
+BIAS_LIKE = ("bias", "tbias", "mask", "row_start", "row_end")  # a batch of their own, or 1 for all
+SHARED = ("sinks", "tsinks", "cu_q", "cu_k", "lens_k", "page_table", "seed", "blocks", "mod_args")
 
 
-def _fold(args: tuple[Any, ...], dims: tuple[Any, ...], size: int) -> list[Any]:
+def _fold(
+    names: tuple[str, ...], args: tuple[Any, ...], dims: tuple[Any, ...], size: int
+) -> list[Any]:
     """vmap: the new dimension joins the batch. Tensors without a batch of their own cannot differ along it."""
-    names = dict(zip(NAMES, zip(args, dims, strict=True), strict=True))
-    if names["cu_q"][0] is not None:
+    given = dict(zip(names, zip(args, dims, strict=True), strict=True))
+    if given["cu_q"][0] is not None:
         raise NotImplementedError("vmap over packed sequences: give it a padded batch")
+    q, q_dim = given["q"]
+    batch = q.shape[0 if q_dim is None else 1 if q_dim == 0 else 0]
     folded = []
-    for name, (value, dim) in names.items():
+    for name, (value, dim) in given.items():
         if isinstance(value, (list, tuple)) and any(isinstance(d, int) for d in dim or ()):
             raise NotImplementedError(f"vmap over {name}")
         if not isinstance(value, Tensor):
             folded.append(value)
-        elif name in ("q", "k", "v"):
+        elif name in SHARED:
+            if dim is not None:
+                raise NotImplementedError(f"vmap over {name}")
+            folded.append(value)
+        elif name not in BIAS_LIKE:
             folded.append(_stack(value, dim, size).flatten(0, 1))
         elif dim is None:
-            per_batch = name in ("bias", "mask", "row_start", "row_end") and value.shape[0] > 1
-            folded.append(_stack(value, None, size).flatten(0, 1) if per_batch else value)
-        elif name in ("bias", "mask", "row_start", "row_end"):
-            batch = args[0].shape[0 if dims[0] is None else 1 if dims[0] == 0 else 0]
+            folded.append(_stack(value, None, size).flatten(0, 1) if value.shape[0] > 1 else value)
+        else:
             value = value.movedim(dim, 0)
             folded.append(value.expand(size, batch, *value.shape[2:]).flatten(0, 1))
-        else:
-            raise NotImplementedError(f"vmap over {name}")
     return folded
 
 
@@ -72,34 +59,102 @@ def _stack(value: Tensor, dim: int | None, size: int) -> Tensor:
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 
-def _forward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
-    out, lse = run(*_fold(args, dims, info.batch_size))
-    return (out.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1))), (
-        0,
-        0,
+def forward_vmap(run: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+    """The forward on samples."""
+    return _unfolded(run(*_fold(NAMES, args, dims, info.batch_size)), info.batch_size)
+
+
+def tangent_vmap(run: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+    """The forward's tangent on samples, of the inputs or of the tangents."""
+    return _batched(run, TANGENT_NAMES, info.batch_size, dims, args)
+
+
+def backward_vmap(run: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+    """The backward on samples, of the inputs or of the gradients that it starts from."""
+    return _batched(run, BACKWARD_NAMES, info.batch_size, dims, args)
+
+
+def backward_tangent_vmap(
+    run: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any
+) -> Batched:
+    """The backward's tangent on samples."""
+    return _batched(run, BACKWARD_TANGENT_NAMES, info.batch_size, dims, args)
+
+
+def _batched(
+    run: Callable[..., Any],
+    names: tuple[str, ...],
+    size: int,
+    dims: tuple[Any, ...],
+    args: tuple[Any, ...],
+) -> Batched:
+    """Fold the samples into the batch if the forward has; else one by one.
+
+    Dropout draws by the place in the batch: samples that share their inputs must be drawn alike, so they are not
+    folded, and samples that have inputs of their own were folded by the forward, so they must be here.
+    """
+    by_name = dict(zip(names, args, strict=True))
+    inputs = dims[len(names) - len(NAMES) :]
+    own = any(d is not None for dim in inputs for d in (dim if isinstance(dim, list) else [dim]))
+    drawn = Facts.decode(by_name["facts"]).dropout_p > 0
+    wanted = by_name.get("wanted", [False] * 5)
+    shared = (wanted[4] and by_name["sinks"] is not None) or (
+        wanted[3] and by_name["bias"] is not None and _is_shared(by_name["bias"], names, dims)
+    )
+    if not shared and (own or not drawn):
+        try:
+            return _unfolded(run(*_fold(names, args, dims, size)), size)
+        except NotImplementedError:
+            if drawn:
+                raise
+    elif own and drawn:
+        raise NotImplementedError(
+            "vmap over the gradient of a bias or sinks that the samples share, with dropout"
+        )
+    rows = [
+        run(*(_one(value, dim, i) for value, dim in zip(args, dims, strict=True)))
+        for i in range(size)
+    ]
+    return _stacked(rows)
+
+
+def _is_shared(bias: Tensor, names: tuple[str, ...], dims: tuple[Any, ...]) -> bool:
+    """Whether folding would add the samples' gradients of a bias."""
+    return bias.shape[0] == 1 and dims[names.index("bias")] is None
+
+
+def _one(value: Any, dim: Any, i: int) -> Any:
+    if isinstance(value, Tensor):
+        return value if dim is None else value.select(dim, i)
+    if isinstance(dim, (list, tuple)):
+        return [_one(part, d, i) for part, d in zip(value, dim, strict=True)]
+    return value
+
+
+def _stacked(rows: list[tuple[Tensor, ...]]) -> Batched:
+    columns = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    return columns, (0,) * len(columns)
+
+
+def _unfolded(results: tuple[Tensor, ...], size: int) -> Batched:
+    """Split the batch again; what is absent, and so empty, has none."""
+    there = [t.ndim > 1 for t in results]
+    found = tuple(
+        t.unflatten(0, (size, -1)) if has else t for t, has in zip(results, there, strict=True)
+    )
+    return found, tuple(0 if has else None for has in there)
+
+
+def _register(name: str, rule: Callable[..., Batched], op: Any) -> None:
+    torch.library.register_vmap(
+        f"relampago::{name}", lambda info, dims, *args: rule(op, info, dims, *args), lib=library
     )
 
 
-def _backward_vmap(info: Any, dims: tuple[Any, ...], *args: Any):
-    size = info.batch_size
-    per_batch = [
-        None if a is None else _stack(a, d, size).flatten(0, 1)
-        for a, d in zip(args[:4], dims[:4], strict=True)
-    ]
-    folded = _fold(args[5:], dims[5:], size)
-    dq, dk, dv, dbias, dsinks = torch.ops.relampago.backward(*per_batch, args[4], *folded)
-    bias, sinks = folded[3], folded[4]
-    if (bias is not None and args[4][3] and bias.shape[0] == 1) or (
-        sinks is not None and args[4][4]
-    ):
-        raise NotImplementedError(
-            "vmap over the gradient of a bias or sinks that the samples share"
-        )
-    if dbias.numel():
-        dbias = dbias.unflatten(0, (size, -1))
-    outs = tuple(g.unflatten(0, (size, -1)) for g in (dq, dk, dv))
-    return (*outs, dbias, dsinks), (0, 0, 0, 0 if dbias.numel() else None, None)
-
-
-torch.library.register_vmap("relampago::forward", _forward_vmap, lib=library)
-torch.library.register_vmap("relampago::backward", _backward_vmap, lib=library)
+for _name, _rule, _op in (
+    ("forward", forward_vmap, forward_op),
+    ("backward", backward_vmap, backward_op),
+    ("tangent", tangent_vmap, tangent_op),
+    ("backward_tangent", backward_tangent_vmap, backward_tangent_op),
+):
+    _register(_name, _rule, _op)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from relampago.errors import InvalidInput
 from relampago.quant.cast import BLOCK, E4M3, check_scales
@@ -54,7 +55,15 @@ def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
             found,
         )
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, v, out, lse))
-    require([("into", "is given while gradients are recorded", "torch.no_grad()", not recorded)])
+    moving = forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in (q, v, out, lse)
+    )
+    require(
+        [
+            ("into", "is given while gradients are recorded", "torch.no_grad()", not recorded),
+            ("into", "is given along a tangent", "no forward-mode AD", not moving),
+        ]
+    )
 
 
 def _text(part: Any) -> str:

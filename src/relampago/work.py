@@ -61,6 +61,15 @@ class Work:
         """S again, dP, dV, dK, dQ."""
         return 2 * self.pairs * (3 * self.dim + 2 * self.dim_v)
 
+    def tangent_flops(self, q: bool, k: bool, v: bool) -> int:
+        """The forward's, and along tangents of q, k and v: Q̇·Kᵀ, Q·K̇ᵀ, (P∘Ṡ)·V and P·V̇."""
+        return self.forward_flops + 2 * self.pairs * (self.dim * (q + k) + self.dim_v * (1 + v))
+
+    def backward_tangent_flops(self, q: bool, k: bool, v: bool, dout: bool) -> int:
+        """S, dP, tdS·K, tdSᵀ·Q and ṖᵀdO; two more products for each tangent of q, k, v and dO."""
+        moved = 2 * self.dim * (q + k) + self.dim_v * (v + 2 * dout)
+        return self.backward_flops + 2 * self.pairs * moved
+
     def flash_bytes(self, itemsize: int) -> int:
         """Forward, each tensor once: q, k, v, out, LSE."""
         wide = self.dim + self.dim_v

@@ -19,6 +19,7 @@ pytest.importorskip("numpy")
     [
         "suite",
         "decode_suite",
+        "tangent_suite",
         "statistics_suite",
         "tables_suite",
         "quant_suite",

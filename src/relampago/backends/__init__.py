@@ -11,7 +11,16 @@ from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import Reference
 from relampago.backends.triton import Triton
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Problem, RowStatistics, Saved, Wanted
+from relampago.problem import (
+    Arrays,
+    Grads,
+    Moving,
+    Problem,
+    RowStatistics,
+    Saved,
+    Tangents,
+    Wanted,
+)
 
 
 class Backend(Protocol):
@@ -45,6 +54,30 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Grads:
         """The gradients of whatever forward gave that out and LSE."""
+        ...
+
+
+class TwiceDifferentiable(Backend, Protocol):
+    """What a backend offers besides, unless its `why_not` refuses tangents and second derivatives."""
+
+    def tangent(
+        self, p: Problem, plan: Plan, x: Arrays, t: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Out and LSE as `forward` gives them, and their tangents along t."""
+        ...
+
+    def backward_tangent(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        moving: Moving,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        """The tangents of what `backward` gives, where its arguments move by `moving`."""
         ...
 
 

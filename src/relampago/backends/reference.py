@@ -19,9 +19,11 @@ from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
     Grads,
+    Moving,
     Problem,
     RowStatistics,
     Saved,
+    Tangents,
     Wanted,
     accumulate_dtype,
     empty_lse,
@@ -89,6 +91,48 @@ class Reference:
                 dargs,
             )
         return Grads(dq, dk, dv, dbias, dsinks, dargs)
+
+    def tangent(
+        self, p: Problem, plan: Plan, x: Arrays, t: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dtype = accumulate_dtype(x.q.dtype)
+        out, lse = attend(x, dtype)
+        tout, tlse = torch.zeros_like(out), torch.zeros_like(lse)
+        for b in range(x.batch):
+            one = Sequence(x, b, dtype)
+            o, l = one.tangent(one.part_of(t))
+            rows = x.rows(b)
+            tout[rows] = o.transpose(0, 1)
+            (tlse[b] if x.cu_q is None else tlse[:, rows]).copy_(l)
+        return out, lse, tout, tlse
+
+    def backward_tangent(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        moving: Moving,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        dtype = accumulate_dtype(x.q.dtype)
+        dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (x.q, x.k, x.v))
+        dbias = None if x.bias is None else torch.zeros_like(x.bias, dtype=dtype)
+        dsinks = None if x.sinks is None else torch.zeros_like(x.sinks, dtype=dtype)
+        still = (saved.out, saved.lse, dout, dlse)
+        for b in range(x.batch):
+            rows, keys = x.rows(b), x.keys(b)
+            one = Sequence(x, b, dtype)
+            dq[rows], dk[keys], dv[keys] = one.differentiate_along(
+                one.part_of(moving.inputs),
+                one.results_of(still),
+                one.results_of((moving.out, moving.lse, moving.dout, moving.dlse)),
+                dbias,
+                dsinks,
+            )
+        return Grads(dq, dk, dv, dbias, dsinks)
 
 
 def attend(x: Arrays, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -319,3 +363,109 @@ class Sequence:
         fold = (-1, self.x.group)
         dk, dv = dk.unflatten(0, fold).sum(1), dv.unflatten(0, fold).sum(1)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+
+    def part_of(self, t: Tangents) -> Tangents:
+        """This sequence's tangents, laid out as its tensors; the bias's and the sinks' as they come."""
+        rows, keys = self.x.rows(self.b), self.x.keys(self.b)
+        q, k, v = (
+            None if whole is None else _heads_first(whole[place]).to(self.dtype)
+            for whole, place in ((t.q, rows), (t.k, keys), (t.v, keys))
+        )
+        k, v = (None if s is None else s.repeat_interleave(self.x.group, 0) for s in (k, v))
+        return Tangents(q, k, v, t.bias, t.sinks)
+
+    def results_of(self, given: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """This sequence's part of (out, lse, dout, dlse), heads first, LSE's as [H, Lq, 1]; 0 for None."""
+        rows, shape = self.x.rows(self.b), self.q.shape[:2]
+        found = []
+        for i, t in enumerate(given):
+            if t is None:
+                found.append(self.q.new_zeros(*shape, 1 if i % 2 else self.v.shape[-1]))
+            elif i % 2:
+                found.append((t[self.b] if self.x.cu_q is None else t[:, rows])[..., None])
+            else:
+                found.append(_heads_first(t[rows]))
+        return [t.to(self.dtype) for t in found]
+
+    def rate(self, steps: list[Tensor], t: Tangents, second: bool) -> tuple[Tensor, Any, Any]:
+        """The scores' tangent, the mods' slope, and if second that slope's own tangent."""
+        x, place = self.x, self.row + self.band.offset
+        rate = torch.zeros_like(steps[0])
+        if t.q is not None:
+            rate = rate + t.q @ self.k.transpose(-1, -2) * x.scale
+        if t.k is not None:
+            rate = rate + self.q @ t.k.transpose(-1, -2) * x.scale
+        slope, bend = 1.0, 0.0
+        for step, (rule, arguments) in zip(steps[:-2], self.mods(), strict=True):
+            args = values(arguments)
+            assert rule.dfn is not None, "why_not refuses tangents without dfn"
+            own = rule.dfn(step, place, self.key, self.head, args, TORCH_MATH)
+            if second:
+                assert rule.ddfn is not None, "why_not refuses second derivatives without ddfn"
+                twice = rule.ddfn(step, place, self.key, self.head, args, TORCH_MATH)
+                bend = bend * own + slope * twice * rate
+            slope, rate = slope * own, rate * own
+        if t.bias is not None:
+            rate = rate + self.part(t.bias).to(self.dtype)
+        return rate, slope, bend
+
+    def lost(self, lse: Tensor) -> Tensor | None:
+        """The sink's weight, [H, Lq, 1]; None without sinks."""
+        if self.x.sinks is None:
+            return None
+        return (self.x.sinks.to(self.dtype).view(-1, 1, 1) - lse).exp()
+
+    def tangent(self, t: Tangents) -> tuple[Tensor, Tensor]:
+        """Tangents of out [H, Lq, E] and LSE [H, Lq]."""
+        steps = self.scores()
+        lse = self.lse(steps[-1])
+        p = self.shares(steps[-1], lse)
+        rate, _, _ = self.rate(steps, t, second=False)
+        tlse = (p * rate).sum(-1, keepdim=True)
+        if t.sinks is not None and (lost := self.lost(lse[..., None])) is not None:
+            tlse = tlse + lost * t.sinks.to(self.dtype).view(-1, 1, 1)
+        keep = self.kept(p)
+        tout = (p * (rate - tlse) * keep) @ self.v
+        if t.v is not None:
+            tout = tout + (p * keep) @ t.v
+        return tout, tlse.squeeze(-1)
+
+    def differentiate_along(
+        self,
+        t: Tangents,
+        still: list[Tensor],
+        moving: list[Tensor],
+        dbias: Tensor | None,
+        dsinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The derivative of `differentiate` along t (docs/derivatives.md); both lists hold out, lse, dout, dlse."""
+        out, lse, dout, dlse = still
+        tout, tlse, tdout, tdlse = moving
+        steps = self.scores()
+        p = self.shares(steps[-1], lse.squeeze(-1))
+        keep = self.kept(p)
+        rate, slope, bend = self.rate(steps, t, second=True)
+        tp = p * (rate - tlse)
+        dp, tdp = dout @ self.v.transpose(-1, -2), tdout @ self.v.transpose(-1, -2)
+        if t.v is not None:
+            tdp = tdp + dout @ t.v.transpose(-1, -2)
+        delta = (dout * out).sum(-1, keepdim=True) - dlse
+        tdelta = (tdout * out + dout * tout).sum(-1, keepdim=True) - tdlse
+        gap = dp * keep - delta
+        ds, tds = p * gap, tp * gap + p * (tdp * keep - tdelta)
+        if dbias is not None:
+            target = self.part(dbias)
+            target += tds.sum_to_size(target.shape)
+        if dsinks is not None and (lost := self.lost(lse)) is not None:
+            own = 0.0 if t.sinks is None else t.sinks.to(self.dtype).view(-1, 1, 1)
+            dsinks -= (lost * ((own - tlse) * delta + tdelta)).sum((1, 2))
+        ds, tds = ds * slope, tds * slope + ds * bend
+        dq, dk = tds @ self.k, tds.transpose(-1, -2) @ self.q
+        if t.k is not None:
+            dq = dq + ds @ t.k
+        if t.q is not None:
+            dk = dk + ds.transpose(-1, -2) @ t.q
+        dv = (tp * keep).transpose(-1, -2) @ dout + (p * keep).transpose(-1, -2) @ tdout
+        fold = (-1, self.x.group)
+        dk, dv = (dk * self.x.scale).unflatten(0, fold).sum(1), dv.unflatten(0, fold).sum(1)
+        return (dq * self.x.scale).transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)

@@ -120,6 +120,7 @@ def rows() -> list[Row]:
         Row("feature", "dropout", {"dropout": True}),
         Row("feature", "deterministic", {"deterministic": True}),
         Row("feature", "batch-invariant", {"batch_invariant": True}),
+        Row("feature", "tangents; second derivatives", {"moving": True}),
         Row("feature", "max logits", {"statistic": "max logits"}, {"statistic": ""}),
         Row("feature", "row statistics", {"statistic": "row statistics"}),
         Row("feature", "column sums", {"statistic": "column sums"}),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relampago.integrations.refusals import expect
-from relampago.mods import ScoreMod
+from relampago.mods import ScoreMod, zero
 from relampago.problem import Device
 
 FP8 = tuple(
@@ -62,7 +62,7 @@ def chunked(options: dict[str, Any], chunk: int, starts: Tensor) -> dict[str, An
     """
     left, right = options["window"] or (None, None)
     bound = chunk - 1
-    mod = ScoreMod(_inside, _slope, args=[("q", starts), chunk, -torch.inf])
+    mod = ScoreMod(_inside, _slope, args=[("q", starts), chunk, -torch.inf], ddfn=zero)
     sides = tuple(bound if side is None else min(side, bound) for side in (left, right))
     return {**options, "window": sides, "score_mod": mod}
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from relampago import measure
+from relampago.derivatives import run
 from relampago.errors import InvalidInput
 from relampago.statistics.call import lower
-from relampago.transforms import run
 
 
 def column_sums(

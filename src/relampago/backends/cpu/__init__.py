@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from relampago.backends.cpu.backward import backward
+from relampago.backends.cpu.backward_tangent import backward_tangent
 from relampago.backends.cpu.forward import FREE, forward
 from relampago.backends.cpu.invariant import way
 from relampago.backends.cpu.statistics import column_sums, row_statistics
+from relampago.backends.cpu.tangent import tangent
 from relampago.plan import Plan, first_match
 from relampago.problem import (
     FEATURES,
@@ -16,9 +18,11 @@ from relampago.problem import (
     FP8_PRODUCTS,
     Arrays,
     Grads,
+    Moving,
     Problem,
     RowStatistics,
     Saved,
+    Tangents,
     Wanted,
     refuse_backward,
     refuse_unknown,
@@ -71,3 +75,23 @@ class Cpu:
         with torch.inference_mode(False), torch.no_grad():
             how = way(plan) if p.batch_invariant else FREE
             return backward(x, plan, saved, dout, dlse, wanted, how)
+
+    def tangent(
+        self, p: Problem, plan: Plan, x: Arrays, t: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return tangent(x, plan, t)
+
+    def backward_tangent(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        moving: Moving,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        with torch.inference_mode(False), torch.no_grad():
+            return backward_tangent(x, plan, moving, saved, dout, dlse, wanted)

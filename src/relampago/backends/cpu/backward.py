@@ -7,6 +7,7 @@ so the outer loop runs over queries, as in the forward: dQ of a tile is finished
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ class Sums(NamedTuple):
     dargs: Tables
 
 
+Visit = Callable[[Tile, Task, Sums, Tensor, Tensor], None]  # the last two: dK and dV of the task
+
+
 def backward(
     x: Arrays,
     plan: Plan,
@@ -45,6 +49,15 @@ def backward(
     way: Way,
 ) -> Grads:
     """The gradients by `wanted`, in the inputs' dtypes or in x.out_dtype."""
+
+    def visit(tile: Tile, task: Task, sums: Sums, dk: Tensor, dv: Tensor) -> None:
+        tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
+
+    return sweep(x, plan, wanted, way, visit)
+
+
+def sweep(x: Arrays, plan: Plan, wanted: Wanted, way: Way, visit: Visit) -> Grads:
+    """Call visit on every tile of queries; it writes the tile's dQ and adds to dK, dV and the other sums."""
     heads = [h for b in range(x.batch) for h in ranges(x, b, plan, way)]
     parts = 1 if way.fixed else max(1, -(-torch.get_num_threads() // max(1, len(heads))))
     dtype = accumulate_dtype(x.q.dtype)
@@ -62,7 +75,7 @@ def backward(
     in_turn = sums.dbias is not None and shared(x)
     with fast_fp32(worth_fast(x, way)):
         threads.run(
-            lambda task: differentiate(x, plan, way, task, parts, saved, dout, dlse, sums),
+            lambda task: differentiate(x, plan, way, task, parts, visit, sums),
             tasks,
             serial=in_turn,
             pooled=way.fixed,
@@ -96,9 +109,7 @@ def differentiate(
     way: Way,
     task: Task,
     parts: int,
-    saved: Saved,
-    dout: Tensor,
-    dlse: Tensor | None,
+    visit: Visit,
     sums: Sums,
 ) -> None:
     """All tiles of a task."""
@@ -116,7 +127,7 @@ def differentiate(
         for i, p0 in enumerate(range(0, slab.q.shape[0], step)):
             if i % parts == task.part:
                 tile = way.tile(slab, p0, min(p0 + step, slab.q.shape[0]))
-                tile_gradients(tile, plan, task, saved, dout, dlse, sums, dk, dv)
+                visit(tile, task, sums, dk, dv)
     dk.mul_(x.scale)
     for gradient, target in ((dk, sums.dk), (dv, sums.dv)):
         view = target[task.part][slab.cols][:, whole.g0 : whole.g1]
@@ -174,14 +185,21 @@ def tile_gradients(
         tile.add_rows(dq, ds, k)  # line 16
         tile.add_keys(dk, panel, ds, q_narrow)  # line 17
     tile.unpack(dq.mul_(slab.x.scale), slab.queries_of(sums.dq))
-    if sums.dsinks is not None and (sink := tile.sink()) is not None:
-        weight = tile.power_(sink - shift)
-        if normaliser is not None:
-            weight.mul_(normaliser)
-        lost = tile.grid(weight * delta).sum((1, 3))  # [g, R]
-        h = slab.heads
-        target = sums.dsinks[h.b, task.part].unflatten(0, (-1, slab.x.group))
-        target[h.g0 : h.g1, h.r0 : h.r1] -= lost
+    take_from_sinks(tile, task, sums, shift, normaliser, delta)
+
+
+def take_from_sinks(
+    tile: Tile, task: Task, sums: Sums, shift: Tensor, normaliser: Tensor | None, change: Tensor
+) -> None:
+    """Subtract Σ weight of the sink · change from dsinks; change is [g, l·R, 1]."""
+    if sums.dsinks is None or (sink := tile.sink()) is None:
+        return
+    weight = tile.power_(sink - shift)
+    if normaliser is not None:
+        weight.mul_(normaliser)
+    h = tile.slab.heads
+    target = sums.dsinks[h.b, task.part].unflatten(0, (-1, tile.slab.x.group))
+    target[h.g0 : h.g1, h.r0 : h.r1] -= tile.grid(weight * change).sum((1, 3))  # [g, R]
 
 
 def renormalised(tile: Tile, plan: Plan, q: Tensor, shift: Tensor) -> Tensor | None:

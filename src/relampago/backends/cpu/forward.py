@@ -42,23 +42,29 @@ class Way(NamedTuple):
 
 def forward(x: Arrays, plan: Plan, way: Way) -> tuple[Tensor, Tensor]:
     """Out, shaped like q with the head dim of v, and LSE."""
-    rows = x.q.shape[:-1]
-    out = x.q.new_empty(*rows, x.v.shape[-1], dtype=x.out_dtype)
-    heads_first = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else rows[::-1]
-    lse = x.q.new_empty(heads_first, dtype=accumulate_dtype(x.q.dtype))
-    if x.cu_q is not None:  # rows that belong to no sequence
-        out[int(x.cu_q[-1]) :] = 0
-        lse[:, int(x.cu_q[-1]) :] = -math.inf
+    out, lse = unwritten(x, -math.inf)
     tops = over_tiles(x, plan, way, lambda tile: way.attend(tile, plan, out, lse))
     if x.max_logits is not None:
         raise_to(x.max_logits, tops, x.group)
     return out, lse
 
 
+def unwritten(x: Arrays, nothing: float) -> tuple[Tensor, Tensor]:
+    """Room for out and LSE; rows that belong to no sequence have 0 and `nothing`."""
+    rows = x.q.shape[:-1]
+    out = x.q.new_empty(*rows, x.v.shape[-1], dtype=x.out_dtype)
+    heads_first = (x.batch, x.q.shape[2], x.q.shape[1]) if x.cu_q is None else rows[::-1]
+    lse = x.q.new_empty(heads_first, dtype=accumulate_dtype(x.q.dtype))
+    if x.cu_q is not None:
+        out[int(x.cu_q[-1]) :] = 0
+        lse[:, int(x.cu_q[-1]) :] = nothing
+    return out, lse
+
+
 def over_tiles(
     x: Arrays, plan: Plan, way: Way, work: Callable[[Tile], Tensor | None]
 ) -> list[tuple[Heads, Tensor]]:
-    """Do the work on every tile; what it returns, with its heads."""
+    """Do the work on every tile, over threads; what it returns, with its heads, whose tiles share a slab."""
     # Head by head, since a thread keeps a head's keys; heaviest first, so that under causal a light one comes last.
     tasks = sorted(cut(x, plan, way), key=lambda task: (task.heads, -task.p1))
     slabs: dict[Heads, Slab] = {}
@@ -92,7 +98,7 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> Tensor | None:
             shift = finite(m_new)
             s.sub_(shift)
             if m is not None:
-                rescale(l, acc, tile.power_(m - shift))
+                rescale(tile.power_(m - shift), l, acc)
             m = m_new
         elif asked:
             highest = s.amax(-1, keepdim=True)
@@ -110,7 +116,7 @@ def attend(tile: Tile, plan: Plan, out: Tensor, lse: Tensor) -> Tensor | None:
         m_new = sink if m is None else torch.maximum(m, sink)
         weight = tile.power_(sink - m_new)
         if m is not None:
-            rescale(l, acc, tile.power_(m - m_new))
+            rescale(tile.power_(m - m_new), l, acc)
         l = weight if l is None else l.add_(weight)
         m = m_new
     if l is None:  # no key in reach
@@ -143,9 +149,9 @@ def raise_to(max_logits: Tensor, tops: list[tuple[Heads, Tensor]], group: int) -
         torch.maximum(target, top, out=target)
 
 
-def rescale(l: Tensor | None, acc: Tensor | None, alpha: Tensor) -> None:
-    """Bring sum and output to a new maximum."""
-    for t in (l, acc):
+def rescale(alpha: Tensor, *sums: Tensor | None) -> None:
+    """Bring sums and outputs to a new maximum."""
+    for t in sums:
         if t is not None:
             t.mul_(alpha)
 

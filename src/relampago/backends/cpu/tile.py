@@ -72,8 +72,7 @@ class Slab:
     def __init__(self, x: Arrays, heads: Heads) -> None:
         self.x, self.heads = x, heads
         self.rows, self.cols, self.band = x.rows(heads.b), x.keys(heads.b), x.band_of(heads.b)
-        self.k = x.k[..., heads.g0 : heads.g1, :][self.cols].transpose(0, 1)  # [g, Lk, D]
-        self.v = x.v[..., heads.g0 : heads.g1, :][self.cols].transpose(0, 1)  # [g, Lk, E]
+        self.k, self.v = self.keys_of(x.k), self.keys_of(x.v)  # [g, Lk, D], [g, Lk, E]
         self.q = self.queries_of(x.q)  # [Lq, g, R, D]
         self.dtype = accumulate_dtype(x.q.dtype)
         # Base 2 needs one multiplication less per element; with mods or a bias scores stay natural, since a bias of
@@ -100,6 +99,10 @@ class Slab:
         """The task's rows and heads of a tensor laid out like q: a view [Lq, g, R, …]."""
         h = self.heads
         return t[self.rows].unflatten(1, (-1, self.x.group))[:, h.g0 : h.g1, h.r0 : h.r1]
+
+    def keys_of(self, t: Tensor) -> Tensor:
+        """The task's keys and kv heads of a tensor laid out like k: a view [g, Lk, …], or a copy of those in pages."""
+        return t[..., self.heads.g0 : self.heads.g1, :][self.cols].transpose(0, 1)
 
     def lse_of(self, lse: Tensor) -> Tensor:
         """The task's part of an LSE: a view [g, R, Lq]."""
@@ -365,6 +368,26 @@ class Tile:
         """The keys that functions are called with: the panel's."""
         return panel
 
+    def slope(self, steps: list[Tensor], panel: Panel) -> Tensor | float:
+        """The derivative of the scores after all mods by those before; `steps` as `scores` filled it."""
+        total: Tensor | float = 1.0
+        for step, (rule, arguments) in zip(steps, self.mods(panel), strict=True):
+            assert rule.dfn is not None, "why_not refuses tangents without dfn"
+            total = total * self.apply(rule.dfn, step, panel, arguments)
+        return total
+
+    def bend(self, steps: list[Tensor], panel: Panel, rate: Tensor) -> Tensor | float:
+        """The tangent of `slope` where the scores before all mods move at `rate` [g, l, R, n]."""
+        slope: Tensor | float = 1.0
+        total: Tensor | float = 0.0
+        for step, (rule, arguments) in zip(steps, self.mods(panel), strict=True):
+            assert rule.dfn is not None, "why_not refuses a backward without dfn"
+            assert rule.ddfn is not None, "why_not refuses second derivatives without ddfn"
+            own = self.apply(rule.dfn, step, panel, arguments)
+            total = total * own + slope * self.apply(rule.ddfn, step, panel, arguments) * rate
+            slope, rate = slope * own, rate * own
+        return total
+
     def kept(self, panel: Panel) -> Tensor | None:
         """The dropout factors 0 or 1 / (1 - p), [g, l·R, n]; None without dropout."""
         x, heads = self.slab.x, self.slab.heads
@@ -384,12 +407,16 @@ class Tile:
 
     def sink(self) -> Tensor | None:
         """The sinks of this tile's rows, [g, l·R, 1], in the slab's base."""
-        sinks, h = self.slab.x.sinks, self.slab.heads
-        if sinks is None:
+        if self.slab.x.sinks is None:
             return None
-        part = sinks.unflatten(0, (-1, self.slab.x.group))[h.g0 : h.g1, h.r0 : h.r1]  # [g, R]
-        rows = part[:, None].expand(*self.shape).reshape(self.g, -1, 1).to(self.slab.dtype)
+        rows = self.per_head(self.slab.x.sinks)
         return rows * LOG2E if self.slab.base2 else rows
+
+    def per_head(self, t: Tensor) -> Tensor:
+        """This tile's part of a tensor (H,), for each row: [g, l·R, 1]."""
+        h = self.slab.heads
+        part = t.unflatten(0, (-1, self.slab.x.group))[h.g0 : h.g1, h.r0 : h.r1]  # [g, R]
+        return part[:, None].expand(*self.shape).reshape(self.g, -1, 1).to(self.slab.dtype)
 
 
 def add(target: Tensor, a: Tensor, b: Tensor) -> None:

@@ -26,6 +26,7 @@ from relampago.problem import (
     Problem,
     RowStatistics,
     Saved,
+    Tangents,
     Wanted,
     refuse_backward,
     refuse_unknown,
@@ -58,7 +59,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, FEATURES | {FP8_CACHE})
+            or refuse_unknown(p, (FEATURES - {"second derivatives"}) | {FP8_CACHE})
             or refuse_variance(p)
             or self._refuse_fp8(p)
             or refuse_backward(p)
@@ -69,7 +70,7 @@ class Triton:
         from relampago.backends.triton.decode import applies
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
-        kernel = "decode" if applies(p) else kernel
+        kernel = "tangent" if p.moving else "decode" if applies(p) else kernel
         kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
         p = canonical(p) if p.batch_invariant else p
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
@@ -80,6 +81,14 @@ class Triton:
 
         with _on(x.q.device):
             return decode(x, plan) if applies(p) else forward(x, plan, p.batch_invariant)
+
+    def tangent(
+        self, p: Problem, plan: Plan, x: Arrays, t: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from relampago.backends.triton.tangent import tangent
+
+        with _on(x.q.device):
+            return tangent(x, plan, t)
 
     def row_statistics(self, p: Problem, plan: Plan, x: Arrays, last: int) -> RowStatistics:
         from relampago.backends.triton.statistics import row_statistics
@@ -125,6 +134,8 @@ class Triton:
             return f"knows bf16, fp16 and fp32, got {p.dtype}"
         if p.dim > 576 or (p.dim > 512 and p.dim_v > 512) or p.dim_v > 512:
             return f"head dim {max(p.dim, p.dim_v)} > 512"
+        if p.moving and max(p.dim, p.dim_v) > 256:
+            return f"tangents of head dim {max(p.dim, p.dim_v)} > 256"
         wide = p.dtype == "fp32" and p.dim > 512 and p.direction == "backward"
         if wide and p.device.kind == "cuda" and p.device.shared_memory < 104 * 1024:
             return f"fp32 gradients of head dim {p.dim} need 104 KiB of shared memory"
@@ -151,7 +162,8 @@ class Triton:
         from relampago.backends.triton.arguments import refuse_function
 
         for rule in map(rule_of, p.mods):
-            functions = (rule.fn,) if p.direction == "forward" else (rule.fn, rule.dfn)
+            plain = p.direction == "forward" and not p.moving
+            functions = (rule.fn,) if plain else (rule.fn, rule.dfn)
             for fn in (*functions, *filter(None, rule.dargs if p.mod_grads else ())):
                 if (reason := refuse_function(fn)) is not None:
                     return reason

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from relampago.api import Options, prepare
+from relampago.derivatives import run
 from relampago.integrations.refusals import Refused, expect, refuses
 from relampago.integrations.sdpa.ragged import attend_nested
-from relampago.transforms import run
 
 
 @refuses
