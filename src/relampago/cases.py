@@ -207,7 +207,7 @@ CONTRACT: tuple[Case, ...] = (
         options={
             "score_mod": lambda g: ScoreMod(
                 _soft, _soft_slope, [("head", torch.rand(4, generator=g)), ("k", torch.rand(2, 4, 64, generator=g))],
-                _soft_bend,
+                ddfn=_soft_bend,
             ),
             "softcap": 5.0,
         },
