@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import relampago as rl
 from relampago.api import Options, prepare
 from relampago.cases import find
+from relampago.mods import relative_bias
 from relampago.op import backward_tangent_op, tangent_op
 
 # torch's own forward mode of a dense softmax compiles decompositions by torch.jit.
@@ -230,3 +231,16 @@ def test_no_n_by_n_array(second) -> None:
     assert growth(n, "cpu", second) < matrix / 2
     if not second:
         assert growth(2048, "reference", False) > 2 * 2048 * 2048 * 4  # so it would see one
+
+
+def test_refuses_second_derivatives_by_tables_and_of_fp8_products() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    table = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
+    for wanted in ((q, table), (q,)):
+        out = rl.attention(q, k, v, score_mod=relative_bias(table))
+        first, *_ = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+        with pytest.raises(rl.Unsupported, match="second derivatives by score mod arguments"):
+            torch.autograd.grad(first.sum(), q)
+    narrow = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(rl.Unsupported, match="FP8 products have no tangents"):
+        jvp(lambda q: rl.attention(q, narrow, narrow, precision="fp8"), (narrow,), (narrow,))
