@@ -467,7 +467,9 @@ def prepare(
         batch, len_q, len_k = packing.cu_q.shape[0] - 1, packing.max_q, packing.max_k
         offset = 0
     full = (batch, q.shape[-2], len_q, len_k)
-    scales = validate.fp8(q, k, v, o.precision, (o.q_descale, o.k_descale, o.v_descale), full)
+    scales = validate.fp8(
+        q, k, v, o.precision, (o.q_descale, o.k_descale, o.v_descale), full, shard
+    )
     precision = "fp8" if q.dtype == quant.E4M3 else o.precision
     validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
     seen = resolve(

@@ -217,7 +217,8 @@ def _backward_tangent(
         raise Unsupported(
             "second derivatives of one shard of a larger attention (`partial`, `partial_backward`)"
         )
-    wish = Wanted(*wanted)
+    q, k, v, bias, sinks = wanted
+    wish = Wanted(q, k, v, bias, sinks)
     problem = describe(x, facts, wanted=wish, moving=True)
     backend, plan = _decide(problem, facts.backend, facts.plan)
     moving = Moving(Tangents(*args[:5]), tout, tlse, tdout, tdlse)

@@ -258,6 +258,7 @@ def fp8(
     precision: Any,
     descales: tuple[Any, Any, Any],
     full: tuple[int, int, int, int],
+    shard: bool,
 ) -> list[Tensor | None]:
     """Precision and scales; full = (B, H, Lq, Lk). Scales come back as (B, heads of the tensor, blocks or 1)."""
     batch, _, len_q, len_k = full
@@ -266,6 +267,13 @@ def fp8(
         [
             ("precision", ("is {!r}", precision), "None or 'fp8'", precision in (None, "fp8")),
             ("precision", "is 'fp8'", "None where q is fp64", not (wide and precision)),
+            (
+                "precision",
+                "is 'fp8' for one shard",
+                "None: shards are fp32",
+                not (shard and precision),
+            ),
+            ("q", "is e4m3 for one shard", "bf16 or wider", not (shard and q.dtype == E4M3)),
         ]
     )
     found: list[Tensor | None] = []

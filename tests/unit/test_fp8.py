@@ -216,3 +216,9 @@ def test_flash_attention_3_on_hopper(monkeypatch) -> None:
     assert out.dtype == torch.bfloat16
     assert not torch.equal(out, elsewhere)  # weights are rounded to e4m3 on the way
     torch.testing.assert_close(out, elsewhere, atol=2.0**-4, rtol=2.0**-4)
+
+
+def test_a_shard_is_not_cast() -> None:
+    q = torch.randn(1, 8, 2, 32)
+    with pytest.raises(rl.InvalidInput, match="precision is 'fp8' for one shard"):
+        rl.partial(q, q, q, precision="fp8")
