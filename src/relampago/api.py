@@ -301,7 +301,7 @@ def partial(
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
     if into is None:
         return run(*call)
-    validate.into(*into, q, v)
+    validate.into(*into, q, v, k, call.bias, call.sinks, *call.mod_args)
     accumulate_op(*into, *call)
     return into
 
@@ -408,6 +408,7 @@ def _answer(
         is o.dropout_seed
         is o.q_descale
         is o.k_descale
+        is o.v_descale
         is None
         and o.dropout_p == 0.0
         and (o.window is None or type(o.window) is tuple)

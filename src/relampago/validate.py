@@ -33,8 +33,8 @@ def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> N
             raise InvalidInput("\n".join(lines))
 
 
-def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
-    """What a partial result is to be merged into."""
+def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, *others: Tensor | None) -> None:
+    """What a partial result is to be merged into; `others` are what else the result depends on."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     shapes = ((*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1]))
     found = {"out": out, "lse": lse}
@@ -54,9 +54,10 @@ def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
             ],
             found,
         )
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, v, out, lse))
+    read = [t for t in (out, lse, q, v, *others) if t is not None]
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in read)
     moving = forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None for t in (q, v, out, lse)
+        forward_ad.unpack_dual(t).tangent is not None for t in read
     )
     require(
         [

@@ -218,6 +218,16 @@ def test_flash_attention_3_on_hopper(monkeypatch) -> None:
     torch.testing.assert_close(out, elsewhere, atol=2.0**-4, rtol=2.0**-4)
 
 
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_a_warm_call_refuses_what_a_first_one_does(name) -> None:
+    q = torch.randn(1, 8, 2, 32)
+    with torch.no_grad():
+        for _ in range(2):
+            rl.attention(q, q, q)
+        with pytest.raises(rl.InvalidInput, match=name):
+            rl.attention(q, q, q, **{name: torch.ones(1, 2)})
+
+
 def test_a_shard_is_not_cast() -> None:
     q = torch.randn(1, 8, 2, 32)
     with pytest.raises(rl.InvalidInput, match="precision is 'fp8' for one shard"):

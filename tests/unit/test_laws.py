@@ -79,6 +79,18 @@ def test_partial_into_rows_of_a_longer_result(backend) -> None:
     assert (lse[:, :, 57:] == 7).all()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+def test_partial_into_refuses_what_would_lose_a_gradient(name) -> None:
+    q, k, v = make(8, 8)
+    tensors = {"q": q, "k": k, "v": v, "bias": q.new_zeros(8, 8), "sinks": q.new_zeros(4)}
+    tensors[name].requires_grad_()
+    into = torch.zeros_like(q), q.new_full((2, 4, 8), -torch.inf)
+    with pytest.raises(rl.InvalidInput, match="into is given while gradients are recorded"):
+        rl.partial(**tensors, into=into)
+    with torch.no_grad():
+        assert rl.partial(**tensors, into=into) is into
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_partial_backward_sums_to_the_whole(backend) -> None:
     q, k, v = (t.requires_grad_() for t in make(37, 64))
