@@ -24,12 +24,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from relampago import api, op
 from relampago.problem import Device
 
 H100 = Device("cuda", "sm90", 132, 227 * 1024)
 INCLUDE = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
+HEAD = struct.Struct("=256sQQ6Ii")
 
 
 class Launch(NamedTuple):
@@ -75,7 +77,7 @@ def _know(module: int, function: int, name: str, files: dict[str, Any], _: str) 
 class PretendedDriver:
     """Triton's own driver for NVIDIA, but for what it asks torch."""
 
-    stream = 0
+    device, stream = 0, 0
 
     def __init__(self) -> None:
         from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
@@ -86,7 +88,7 @@ class PretendedDriver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return self.stream
@@ -96,16 +98,20 @@ class PretendedDriver:
 def pretended() -> Iterator[PretendedDriver]:
     """Inside, CPU tensors lie on an H100 that runs nothing."""
     library()
-    before, of = driver._active, Device.of
+    places = ((driver, "_active"), (Device, "of"), (op, "_check_cu_seqlens"), (api, "_on_device"))
+    before = [vars(owner)[name] for owner, name in places]
     made = PretendedDriver()
     driver.set_active(made)
     Device.of = staticmethod(lambda device: H100)
+    op._check_cu_seqlens = lambda x: None  # as on a device: reading would wait
+    api._on_device = lambda *cu_seqlens: True
     knobs.runtime.kernel_load_end_hook.add(_know)
     try:
         yield made
     finally:
         knobs.runtime.kernel_load_end_hook.remove(_know)
-        Device.of, driver._active = of, before
+        for (owner, name), value in zip(places, before, strict=True):
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -119,8 +125,8 @@ def written() -> Iterator[list[Launch]]:
     cuda.pretended_write(0)
     at = 0
     while at < len(data):
-        name, function, stream, x, y, z, threads, shared, attributes, count = _HEAD.unpack_from(data, at)
-        at += _HEAD.size
+        name, function, stream, x, y, z, threads, shared, attributes, count = HEAD.unpack_from(data, at)
+        at += HEAD.size
         parameters = []
         for _ in range(count):
             (size,) = struct.unpack_from("<i", data, at)
@@ -130,5 +136,3 @@ def written() -> Iterator[list[Launch]]:
             Launch(name.rstrip(b"\0").decode(), function, stream, (x, y, z), threads, shared, attributes, tuple(parameters))
         )
 
-
-_HEAD = struct.Struct("=256sQQ6Ii")

@@ -46,7 +46,8 @@ class Map:
     def __init__(self, view: Any, facts: Any, place: int) -> None:
         self.view, self.facts, self.place = copy.copy(view), facts, place
         self.view.base = None
-        self.known: dict[int, Any] = {}
+        address = view.base.data_ptr()
+        self.known: dict[int, Any] = {address: self._made(address)}
 
     def __call__(self, places: Places) -> Any:
         address = places[self.place].data_ptr()
@@ -105,7 +106,7 @@ class Form:
 class Start:
     """One launch, but for the addresses and the stream."""
 
-    __slots__ = ("form", "function", "kernel", "stream_at")
+    __slots__ = ("compiled", "form", "function", "stream_at")
 
     def __init__(
         self, compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...], places: dict[int, int]
@@ -119,7 +120,12 @@ class Start:
         maps = (Map(v, f, places[id(v.base)]) for v, f in zip(views, facts, strict=True))
         self.form = Form(given, places, maps)
         self.stream_at = given.index(STREAM)
-        self.kernel = compiled.src.fn
+        self.compiled = compiled  # Triton 3.9 unloads what nobody holds
+
+    @property
+    def hooks(self) -> list[Any]:
+        """What the kernel's user wants to run before each launch; empty, as a rule."""
+        return self.compiled.src.fn.pre_run_hooks
 
     def __call__(self, places: Places, stream: int) -> None:
         args = self.form.filled(places)
@@ -173,10 +179,13 @@ def _hooked(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[Any]]:
-    """Inside, every launch of this process adds to the list."""
+def counting() -> Iterator[list[Any] | None]:
+    """Inside, every launch of this process adds to the list; None where Triton has no chain of hooks."""
     seen: list[Any] = []
     hooks = knobs.runtime.launch_enter_hook
+    if not hasattr(hooks, "add"):
+        yield None
+        return
     hooks.add(seen.append)
     try:
         yield seen

@@ -54,8 +54,11 @@ class Like:
         return self._written(given, anew) if self.times in TRIES else anew(given)
 
     def _written(self, given: Sequence[Tensor], anew: Callable[[Sequence[Tensor]], Results]) -> Results:
-        from relampago.start import NotAgain, counting, watched
-
+        try:
+            from relampago.start import NotAgain, counting, watched
+        except ImportError as why:  # an older Triton, or one without a driver for NVIDIA's
+            self.why_not = str(why)
+            return anew(given)
         if watched():
             return anew(given)
         own = [t.detach() for t in given]  # what is one tensor now may be two the next time
@@ -67,8 +70,8 @@ class Like:
         finally:
             _here.tape = None
         try:
-            if len(launches) != tape.launches:
-                raise NotAgain(f"{len(launches)} launches, {tape.launches} written down")
+            if launches is None or len(launches) != tape.launches:
+                raise NotAgain(f"not all launches are known: {tape.launches} are")
             self.played = Played(tape, results)
         except NotAgain as why:
             self.why_not = str(why)
@@ -121,7 +124,7 @@ class Tape(TorchDispatchMode):
 
     def launched(self, compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         """A launch was made."""
-        from relampago.start import NotAgain, Start, here
+        from relampago.start import Start, here
 
         self.launches += 1
         device, _ = here()
@@ -130,7 +133,7 @@ class Tape(TorchDispatchMode):
         self.device = device
         try:
             self.steps.append(Start(compiled, grid, args, self.places))
-        except (NotAgain, AttributeError, TypeError, ValueError) as why:
+        except Exception as why:  # whatever is otherwise in another Triton
             self.fault = f"{type(why).__name__}: {why}"
 
     def supplied(self, make: Callable[[], Tensor]) -> Tensor:
@@ -221,7 +224,7 @@ class Played:
             raise NotAgain("a result is of unknown origin")
         self.results = [None if t is None else tape.places[id(t)] for t in results]
         self.steps, self.device = tuple(tape.steps), tape.device
-        self.hooks = [s.kernel.pre_run_hooks for s in self.steps if isinstance(s, Start)]
+        self.hooks = [s.hooks for s in self.steps if isinstance(s, Start)]
         self.blank = [None] * (len(tape.tensors) - tape.given)
         self.watched, self.where = watched, here
 
@@ -293,4 +296,4 @@ def kind_of(t: Tensor) -> tuple[Any, ...]:
 
 def settings(t: Tensor) -> bool:
     """Of torch's settings, those that a launch on such tensors depends on."""
-    return t.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.allow_tf32

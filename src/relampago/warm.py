@@ -105,14 +105,15 @@ def key_of(given: Given, options: tuple[Any, ...]) -> Any:
     """
     if not unwatched():
         return None
-    parts: list[Any] = [options, settings(given[0])]
+    parts: list[Any] = [options]
     for t in given:
         if t is None:
             parts.append(None)
         elif type(t) not in PLAIN or t.is_neg():
             return None
         else:
-            parts.append(kind_of(t))
+            parts += kind_of(t)
+    parts.append(settings(given[0]))
     return tuple(parts)
 
 
