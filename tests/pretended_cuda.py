@@ -125,14 +125,14 @@ def written() -> Iterator[list[Launch]]:
     cuda.pretended_write(0)
     at = 0
     while at < len(data):
-        name, function, stream, x, y, z, threads, shared, attributes, count = HEAD.unpack_from(data, at)
+        name, function, stream, x, y, z, threads, shared, attributes, count = HEAD.unpack_from(
+            data, at
+        )
         at += HEAD.size
         parameters = []
         for _ in range(count):
             (size,) = struct.unpack_from("<i", data, at)
             parameters.append(data[at + 4 : at + 4 + size])
             at += 4 + size
-        found.append(
-            Launch(name.rstrip(b"\0").decode(), function, stream, (x, y, z), threads, shared, attributes, tuple(parameters))
-        )
-
+        text, rest = name.rstrip(b"\0").decode(), (threads, shared, attributes, tuple(parameters))
+        found.append(Launch(text, function, stream, (x, y, z), *rest))

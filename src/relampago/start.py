@@ -50,6 +50,7 @@ class Map:
         self.known: dict[int, Any] = {address: self._made(address)}
 
     def __call__(self, places: Places) -> Any:
+        """The map of what stands in its place."""
         address = places[self.place].data_ptr()
         found = self.known.get(address)
         if found is None:
@@ -109,7 +110,11 @@ class Start:
     __slots__ = ("compiled", "form", "function", "stream_at")
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...], places: dict[int, int]
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        args: tuple[Any, ...],
+        places: dict[int, int],
     ) -> None:
         """Of a launch that was just made; places says where each tensor stands, by its id."""
         self.function, given = handed_over(compiled, grid, args)
@@ -128,6 +133,7 @@ class Start:
         return self.compiled.src.fn.pre_run_hooks
 
     def __call__(self, places: Places, stream: int) -> None:
+        """Launch."""
         args = self.form.filled(places)
         args[self.stream_at] = stream
         self.function(*args)
@@ -156,7 +162,10 @@ def handed_over(
         if "launcher" not in code.co_freevars:
             raise NotAgain("no closure over a launcher")
         at = code.co_freevars.index("launcher")
-        function, changed = cells[at].cell_contents, (*cells[:at], CellType(catch), *cells[at + 1 :])
+        function, changed = (
+            cells[at].cell_contents,
+            (*cells[:at], CellType(catch), *cells[at + 1 :]),
+        )
         shadow.launch = FunctionType(code, launcher.launch.__globals__, closure=changed)
     shadow(*grid, STREAM, compiled.function, compiled.packed_metadata, None, None, None, *args)
     return function, found[0]
@@ -182,7 +191,7 @@ def _hooked(hook: Any) -> bool:
 def counting() -> Iterator[list[Any] | None]:
     """Inside, every launch of this process adds to the list; None where Triton has no chain of hooks."""
     seen: list[Any] = []
-    hooks = knobs.runtime.launch_enter_hook
+    hooks: Any = knobs.runtime.launch_enter_hook
     if not hasattr(hooks, "add"):
         yield None
         return
@@ -195,6 +204,6 @@ def counting() -> Iterator[list[Any] | None]:
 
 def here() -> tuple[int, int]:
     """The current device and its current stream."""
-    active = driver.active
+    active: Any = driver.active
     device = active.get_current_device()
     return device, active.get_current_stream(device)

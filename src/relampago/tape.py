@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from relampago.problem import Device
 
 MOST = 4096  # keys that are kept
-TRIES = range(2, 5)  # which calls of a key may be written down; another thread's launch may spoil one
+TRIES = range(
+    2, 5
+)  # which calls of a key may be written down; another thread's launch may spoil one
 ALIGNED = 16  # bytes; Triton compiles for an address that is a multiple apart, and TMA needs one
 Results = Any  # a tuple of tensors and None
 
@@ -45,7 +47,9 @@ class Like:
         self.played: Played | None = None
         self.why_not = ""  # the last reason that they could not be written down
 
-    def __call__(self, given: Sequence[Tensor], anew: Callable[[Sequence[Tensor]], Results]) -> Results:
+    def __call__(
+        self, given: Sequence[Tensor], anew: Callable[[Sequence[Tensor]], Results]
+    ) -> Results:
         """The results for these tensors: as before, else by `anew`."""
         if self.played is not None:
             found = self.played(given)
@@ -53,7 +57,9 @@ class Like:
         self.times += 1
         return self._written(given, anew) if self.times in TRIES else anew(given)
 
-    def _written(self, given: Sequence[Tensor], anew: Callable[[Sequence[Tensor]], Results]) -> Results:
+    def _written(
+        self, given: Sequence[Tensor], anew: Callable[[Sequence[Tensor]], Results]
+    ) -> Results:
         try:
             from relampago.start import NotAgain, counting, watched
         except ImportError as why:  # an older Triton, or one without a driver for NVIDIA's
@@ -102,15 +108,19 @@ class Tape(TorchDispatchMode):
         made = found if isinstance(found, tuple) else (found,)
         if func is torch.ops.aten.detach.default and self.places.get(id(args[0]), -1) >= self.given:
             self.places[id(found)] = self.places[id(args[0])]  # an alias of what was made here
-            self.kept.append(found)
+            self.kept += made
             return
         if func.namespace != "aten" or not all(isinstance(t, Tensor) for t in made):
             self.fault = f"{func} gives more than tensors"
         elif not _UNSURE.isdisjoint(func.tags):
             self.fault = f"{func} depends on data or chance"
+        elif any(t.device != self.tensors[0].device for t in made):
+            self.fault = f"{func} gives a tensor on another device"
         elif any(isinstance(v, Tensor) for a in args if isinstance(a, (tuple, list)) for v in a):
             self.fault = f"{func} takes a list of tensors"
-        elif any(isinstance(v, Tensor) and id(v) not in self.places for v in (*args, *kwargs.values())):
+        elif any(
+            isinstance(v, Tensor) and id(v) not in self.places for v in (*args, *kwargs.values())
+        ):
             self.fault = f"{func} takes a tensor of unknown origin"
         else:
             self.steps.append(Op(func, args, kwargs, self.places, [self._place(t) for t in made]))
@@ -174,6 +184,7 @@ class Supply:
         self.make, self.place = make, place
 
     def __call__(self, places: list[Any], stream: int) -> None:
+        """Ask, and put it in its place."""
         places[self.place] = self.make()
 
 
@@ -183,7 +194,12 @@ class Op:
     __slots__ = ("args", "call", "holes", "kwargs", "made", "named")
 
     def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: dict[int, int], made: list[int]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        places: dict[int, int],
+        made: list[int],
     ) -> None:
         self.call = func
         self.holes = [(at, places[id(a)]) for at, a in enumerate(args) if isinstance(a, Tensor)]
@@ -191,11 +207,18 @@ class Op:
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.kwargs = {name: a for name, a in kwargs.items() if not isinstance(a, Tensor)}
         self.made = made
-        if func is torch.ops.aten.empty.memory_format:  # the one that every call has, by a shorter way
+        if (
+            func is torch.ops.aten.empty.memory_format
+        ):  # the one that every call has, by a shorter way
             given = {name: a for name, a in kwargs.items() if a}
-            self.call, self.args, self.kwargs = functools.partial(torch.empty, *args, **given), [], {}
+            self.call, self.args, self.kwargs = (
+                functools.partial(torch.empty, *args, **given),
+                [],
+                {},
+            )
 
     def __call__(self, places: list[Any], stream: int) -> None:
+        """Do it with what stands in its tensors' places."""
         args, kwargs = self.args, self.kwargs
         if self.holes:
             args = args.copy()
@@ -204,7 +227,9 @@ class Op:
         if self.named:
             kwargs = {**kwargs, **{name: places[place] for name, place in self.named}}
         found = self.call(*args, **kwargs)
-        for place, t in zip(self.made, found if isinstance(found, tuple) else (found,), strict=True):
+        for place, t in zip(
+            self.made, found if isinstance(found, tuple) else (found,), strict=True
+        ):
             places[place] = t
 
 
@@ -296,4 +321,4 @@ def kind_of(t: Tensor) -> tuple[Any, ...]:
 
 def settings(t: Tensor) -> bool:
     """Of torch's settings, those that a launch on such tensors depends on."""
-    return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return t.dtype == torch.float32 and t.is_cuda and bool(torch.backends.cuda.matmul.allow_tf32)

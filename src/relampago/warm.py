@@ -25,7 +25,7 @@ from relampago.tape import MOST, Like, kind_of, settings
 
 PLAIN = (Tensor, Parameter)
 NAMES = ("q", "k", "v", "sinks", "cu_q", "cu_k")  # the tensors that such a call may have
-Given = Sequence[Tensor | None]
+Given = Sequence[Any]  # a tensor or None for each of them
 
 
 class Known:
@@ -52,7 +52,8 @@ class Known:
         return self._anew(tensors) if self.like is None else self.like(tensors, self._anew)
 
     def _anew(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        x = Arrays(**self.arrays, **dict(zip(self.present, tensors, strict=True)))
+        given: dict[str, Any] = dict(zip(self.present, tensors, strict=True))
+        x = Arrays(**self.arrays, **given)
         out, lse = self.backend.forward(self.problem, self.plan, x)
         return out.to(x.out_dtype), lse
 
@@ -72,7 +73,7 @@ class Attend(torch.autograd.Function):
     """The forward, with its gradient: as the op's own autograd, which takes some 200 µs of Python more."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor]:
         """Out and LSE."""
         results = known(given)
         ctx.known = known
@@ -88,7 +89,9 @@ class Attend(torch.autograd.Function):
         wanted = [q, k, v, False, sinks]
         dout = torch.zeros_like(out) if dout is None else dout
         args = (dout, dlse, out, lse, wanted, *ctx.known.call_of(given))
-        short = not torch.is_grad_enabled() and unwatched() and _plain((dout, dlse, out, lse, *given))
+        short = (
+            not torch.is_grad_enabled() and unwatched() and _plain((dout, dlse, out, lse, *given))
+        )
         grads = op.backward(*args) if short else run_backward(*args)
         dq, dk, dv, _, dsinks = (
             grad if need else None for grad, need in zip(grads, wanted, strict=True)

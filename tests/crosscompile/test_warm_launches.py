@@ -62,7 +62,13 @@ def cold():
         tape.Like.__call__ = call
 
 
-def draw(length: int = 64, heads: int = 4, kv_heads: int | None = None, keys: int | None = None, batch: int = 1):
+def draw(
+    length: int = 64,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    keys: int | None = None,
+    batch: int = 1,
+):
     shapes = [(batch, length, heads, 64), *[(batch, keys or length, kv_heads or heads, 64)] * 2]
     return [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
 
@@ -137,7 +143,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+NEWEST = ("gluon", "triton-gradients", "decode")  # that are also launched by the newest Triton
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in NEWEST else pytest.mark.pinned) for n in CALLS]
+)
 def test_a_warm_call_launches_what_a_cold_one_does(card, played, name) -> None:
     call, sizes = CALLS[name]
     sizes = dict(sizes)
@@ -151,7 +162,9 @@ def test_a_warm_call_launches_what_a_cold_one_does(card, played, name) -> None:
     runs.append(run(call, given[0]))
     first, results = runs[0]
     for (launches, found), tensors in zip(runs[1:4], given[1:], strict=True):
-        assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in results]
+        assert [(t.shape, t.dtype, t.stride()) for t in found] == [
+            (t.shape, t.dtype, t.stride()) for t in results
+        ]
         assert_alike(first, launches, given[0] + results, tensors + found)
     streams = [launch.stream for launch in runs[4][0]]
     assert streams == [7] * len(first)
@@ -163,7 +176,6 @@ def unaligned(t: Tensor) -> Tensor:
 
 CHANGED = {
     "k's address": (lambda q, k, v: (q, unaligned(k), v), True),
-    "q's address": (lambda q, k, v: (unaligned(q), k, v), True),
     "strides": (lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v), False),
     "an odd stride": (lambda q, k, v: (q, torch.cat([k, k[..., :1]], -1)[..., :-1], v), True),
     "a length of 1": (lambda q, k, v: (q, k[:, :1], v[:, :1]), True),
@@ -171,13 +183,14 @@ CHANGED = {
 }
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_triton_compiles_apart_is_another_call(card, played, name) -> None:
     change, apart = CHANGED[name]
-    call, base = forward(backend="triton", scale=0.5), draw(keys=32)
+    call, base = forward(causal=True, backend="triton"), draw()
     for _ in range(3):
         launches, _ = run(call, base)
-    other = list(change(*draw(keys=32)))
+    other = list(change(*draw()))
     for _ in range(3):
         warm_launches, warm_results = run(call, other)
     assert played == [True, True]
@@ -188,10 +201,10 @@ def test_what_triton_compiles_apart_is_another_call(card, played, name) -> None:
 
 
 def test_keys_that_are_the_values_are_two_tensors_the_next_time(card, played) -> None:
-    call = forward(backend="triton")
+    call = forward(causal=True, backend="triton")
     q, k, v = draw()
     for _ in range(3):
-        first, results = run(call, [q, k, k])
+        run(call, [q, k, k])
     again, found = run(call, [q, k, v])
     assert played == [True, True]
     with cold():
@@ -201,7 +214,7 @@ def test_keys_that_are_the_values_are_two_tensors_the_next_time(card, played) ->
 
 
 def warmed(backend: str = "triton"):
-    call, given = forward(backend=backend), draw()
+    call, given = forward(causal=True, backend=backend), draw()
     runs = [run(call, given) for _ in range(3)]
     return lambda: run(call, given), runs[0], given
 
@@ -246,12 +259,16 @@ def test_debugging_and_another_device_go_tritons_way(card, played, monkeypatch) 
 
 
 @pytest.mark.parametrize("missing", ["launcher", "maps", "hook", "note"])
-def test_where_an_internal_is_missing_launches_go_tritons_way(card, played, monkeypatch, missing) -> None:
+def test_where_an_internal_is_missing_launches_go_tritons_way(
+    card, played, monkeypatch, missing
+) -> None:
     nvidia = start.nvidia
     if missing == "launcher":
         monkeypatch.setattr(nvidia, "CudaLauncher", type("Other", (), {}))
     elif missing == "maps":
-        monkeypatch.setattr(start, "nvidia", types.SimpleNamespace(CudaLauncher=nvidia.CudaLauncher))
+        monkeypatch.setattr(
+            start, "nvidia", types.SimpleNamespace(CudaLauncher=nvidia.CudaLauncher)
+        )
     elif missing == "hook":
         monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
     else:
@@ -274,7 +291,10 @@ def test_kernels_with_memory_or_numbers_of_their_own_go_tritons_way(name) -> Non
 
 
 def test_what_is_known_holds_no_tensor(card, played) -> None:
-    call, given = gradients(causal=True, backend="triton"), [*draw(), torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)]
+    call, given = (
+        gradients(causal=True, backend="triton"),
+        [*draw(), torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)],
+    )
     for _ in range(3):
         _, results = run(call, given)
     assert all(played)
@@ -284,14 +304,19 @@ def test_what_is_known_holds_no_tensor(card, played) -> None:
     assert not any(ref() is not None for ref in held)
 
 
+def maps_in(form: start.Form) -> list[start.Map]:
+    fills = [fill for _, fill in form.others]
+    return [m for f in fills for m in ([f] if isinstance(f, start.Map) else maps_in(f.__self__))]
+
+
 def test_maps_are_kept_by_address_and_bounded(card, played, monkeypatch) -> None:
     monkeypatch.setattr(start, "MOST_MAPS", 3)
-    call, kept = forward(backend="triton"), [draw() for _ in range(9)]
+    call, kept = forward(causal=True, backend="triton"), [draw() for _ in range(9)]
     for given in kept:
         run(call, given)
     (known,) = warm._known.values()
-    maps = [fill for step in known.like.played.steps if isinstance(step, start.Start) for _, fill in step.form.others]
-    assert maps
+    maps = maps_in(known.like.played.steps[-1].form)
+    assert len(maps) == 2  # of keys and of values
     assert all(1 <= len(m.known) <= 3 for m in maps)
     before = [dict(m.known) for m in maps]
     run(call, kept[-1])

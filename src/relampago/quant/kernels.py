@@ -153,7 +153,7 @@ def cast_columns(
 
 def launch(kernel: Any, grid: tuple[int, int, int], warps: int, *args: Any) -> None:
     """Start a kernel on the current device. Tests put a compiler in its place."""
-    compiled = kernel.run(*args, grid=grid, warmup=False, num_warps=warps)
+    compiled = kernel.run(*args, grid=grid, warmup=False, num_warps=warps, enable_fp_fusion=True)
     note(compiled, grid, args)
 
 

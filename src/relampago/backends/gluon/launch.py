@@ -241,7 +241,9 @@ def softcap_of(mods: tuple[str, ...]) -> float | None:
 
 def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
     """Start a kernel on the current device. Tests put a compiler in its place."""
-    compiled = kernel.run(*args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps)
+    compiled = kernel.run(
+        *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, enable_fp_fusion=True
+    )
     note(compiled, (grid, 1, 1), args)
 
 

@@ -343,7 +343,7 @@ def launch(kernel: Any, grid: int, plan: Plan, chained: bool, *args: Any) -> Non
     options = {"launch_pdl": True} if chained else {}
     compiled = kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
-        **options,
+        enable_fp_fusion=True, **options,
     )  # fmt: skip
     note(compiled, (grid, 1, 1), args)
 
