@@ -276,8 +276,8 @@ def again(name: str, args: tuple[Any, ...], anew: Callable[..., Results]) -> Res
         anew: what takes them.
     """
     first = args[0]
-    if Device.of(first.device).kind != "cuda":
-        return anew(*args)
+    if torch.compiler.is_compiling() or Device.of(first.device).kind != "cuda":
+        return anew(*args)  # Dynamo looks into the Python of an op that runs after a graph break
     key: list[Any] = [name, settings(first)]
     tensors: list[Tensor] = []
     for value in args:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -121,7 +121,11 @@ def key_of(given: Given, options: tuple[Any, ...]) -> Any:
 
 
 def _plain(given: Given) -> bool:
-    return all(t is None or (type(t) in PLAIN and not t.is_neg()) for t in given)
+    """Whether these are tensors and nothing else; autograd batches gradients without a word in `is_grads_batched`."""
+    return all(
+        t is None or (type(t) in PLAIN and not t.is_neg() and not is_legacy_batchedtensor(t))
+        for t in given
+    )
 
 
 def unwatched() -> bool:
