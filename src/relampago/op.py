@@ -256,7 +256,7 @@ def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
 
 def _absent(like: Tensor) -> Tensor:
     """Stands for a gradient that does not exist: an op always returns tensors."""
-    return like.new_empty(0)
+    return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
 def _check_cu_seqlens(x: Arrays) -> None:

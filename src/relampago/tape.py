@@ -10,6 +10,7 @@ tensor. On GPUs only: elsewhere a call's steps are not launches.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,6 +123,8 @@ class Tape(TorchDispatchMode):
             isinstance(v, Tensor) and id(v) not in self.places for v in (*args, *kwargs.values())
         ):
             self.fault = f"{func} takes a tensor of unknown origin"
+        elif func is torch.ops.aten.empty.memory_format and len(args) == 1:  # what every call has
+            self.steps.append(Supply(empty(args[0], kwargs), self._place(found)))
         else:
             self.steps.append(Op(func, args, kwargs, self.places, [self._place(t) for t in made]))
 
@@ -207,15 +210,6 @@ class Op:
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.kwargs = {name: a for name, a in kwargs.items() if not isinstance(a, Tensor)}
         self.made = made
-        if (
-            func is torch.ops.aten.empty.memory_format
-        ):  # the one that every call has, by a shorter way
-            given = {name: a for name, a in kwargs.items() if a}
-            self.call, self.args, self.kwargs = (
-                functools.partial(torch.empty, *args, **given),
-                [],
-                {},
-            )
 
     def __call__(self, places: list[Any], stream: int) -> None:
         """Do it with what stands in its tensors' places."""
@@ -231,6 +225,16 @@ class Op:
             self.made, found if isinstance(found, tuple) else (found,), strict=True
         ):
             places[place] = t
+
+
+def empty(size: Sequence[int], kwargs: dict[str, Any]) -> Callable[[], Tensor]:
+    """What makes an empty tensor: by Inductor's short way on the current device, where torch has it."""
+    given = {name: value for name, value in kwargs.items() if value}
+    short = getattr(torch._C._dynamo.guards, f"_empty_strided_{given['device'].type}", None)
+    if short is None or set(given) != {"dtype", "device"}:
+        return functools.partial(torch.empty, size, **given)
+    steps = [math.prod(size[at + 1 :]) for at in range(len(size))]
+    return functools.partial(short, tuple(size), tuple(steps), given["dtype"])
 
 
 class Played:

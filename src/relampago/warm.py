@@ -152,6 +152,12 @@ def run(key: Any, given: Given, prepare: Callable[[], tuple[Any, ...]]) -> tuple
         if len(_known) >= MOST:
             _known.clear()
         _known[key] = known
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given[:4]):
+    q, k, v, sinks, *_ = given
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    ):
         return Attend.apply(known, *given)
     return known(given)
