@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -184,22 +185,37 @@ def watched() -> bool:
 
 
 def _hooked(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    """Whether there is a hook that is not our own."""
+    calls = () if hook is None else getattr(hook, "calls", (hook,))
+    return bool(calls) and any(type(call) is not Count for call in calls)
+
+
+class Count:
+    """Counts its thread's launches: a hook of Triton's."""
+
+    __slots__ = ("launches", "thread")
+
+    def __init__(self) -> None:
+        self.launches, self.thread = 0, threading.get_ident()
+
+    def __call__(self, _: Any) -> None:
+        """A launch begins, in some thread."""
+        self.launches += threading.get_ident() == self.thread
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[Any] | None]:
-    """Inside, every launch of this process adds to the list; None where Triton has no chain of hooks."""
-    seen: list[Any] = []
+def counting() -> Iterator[Count | None]:
+    """Counts what is launched inside; None where Triton has no chain of hooks."""
     hooks: Any = knobs.runtime.launch_enter_hook
     if not hasattr(hooks, "add"):
         yield None
         return
-    hooks.add(seen.append)
+    count = Count()
+    hooks.add(count)
     try:
-        yield seen
+        yield count
     finally:
-        hooks.remove(seen.append)
+        hooks.remove(count)
 
 
 def here() -> tuple[int, int]:

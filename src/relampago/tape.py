@@ -22,9 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from relampago.problem import Device
 
 MOST = 4096  # keys that are kept
-TRIES = range(
-    2, 5
-)  # which calls of a key may be written down; another thread's launch may spoil one
+TRIES = 2  # to write a call down
 ALIGNED = 16  # bytes; Triton compiles for an address that is a multiple apart, and TMA needs one
 Results = Any  # a tuple of tensors and None
 
@@ -41,10 +39,10 @@ _here = _Here()
 class Like:
     """What is known of calls that are alike."""
 
-    __slots__ = ("played", "times", "why_not")
+    __slots__ = ("played", "times", "tries", "why_not")
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times = self.tries = 0
         self.played: Played | None = None
         self.why_not = ""  # the last reason that they could not be written down
 
@@ -56,7 +54,8 @@ class Like:
             found = self.played(given)
             return anew(given) if found is None else found
         self.times += 1
-        return self._written(given, anew) if self.times in TRIES else anew(given)
+        first = self.times == 1  # it compiles, and fills caches
+        return anew(given) if first or self.tries == TRIES else self._written(given, anew)
 
     def _written(
         self, given: Sequence[Tensor], anew: Callable[[Sequence[Tensor]], Results]
@@ -64,20 +63,21 @@ class Like:
         try:
             from relampago.start import NotAgain, counting, watched
         except ImportError as why:  # an older Triton, or one without a driver for NVIDIA's
-            self.why_not = str(why)
+            self.why_not, self.tries = str(why), TRIES
             return anew(given)
         if watched():
             return anew(given)
+        self.tries = min(self.tries + 1, TRIES)
         own = [t.detach() for t in given]  # what is one tensor now may be two the next time
         tape = Tape(own)
         _here.tape = tape
         try:
-            with counting() as launches, tape:
+            with counting() as count, tape:
                 results = anew(own)
         finally:
             _here.tape = None
         try:
-            if launches is None or len(launches) != tape.launches:
+            if count is None or count.launches != tape.launches:
                 raise NotAgain(f"not all launches are known: {tape.launches} are")
             self.played = Played(tape, results)
         except NotAgain as why:
@@ -124,7 +124,7 @@ class Tape(TorchDispatchMode):
         ):
             self.fault = f"{func} takes a tensor of unknown origin"
         elif func is torch.ops.aten.empty.memory_format and len(args) == 1:  # what every call has
-            self.steps.append(Supply(empty(args[0], kwargs), self._place(found)))
+            self.steps.append(Supply(empty(args[0], kwargs), self._place(made[0])))
         else:
             self.steps.append(Op(func, args, kwargs, self.places, [self._place(t) for t in made]))
 
@@ -140,14 +140,15 @@ class Tape(TorchDispatchMode):
         from relampago.start import Start, here
 
         self.launches += 1
-        device, _ = here()
+        try:
+            self.steps.append(Start(compiled, grid, args, self.places))
+            device, _ = here()
+        except Exception as why:  # whatever is otherwise in another Triton
+            self.fault = f"{type(why).__name__}: {why}"
+            return
         if self.device not in (-1, device):
             self.fault = "launches on two devices"
         self.device = device
-        try:
-            self.steps.append(Start(compiled, grid, args, self.places))
-        except Exception as why:  # whatever is otherwise in another Triton
-            self.fault = f"{type(why).__name__}: {why}"
 
     def supplied(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor that each call asks for anew."""
@@ -230,8 +231,11 @@ class Op:
 def empty(size: Sequence[int], kwargs: dict[str, Any]) -> Callable[[], Tensor]:
     """What makes an empty tensor: by Inductor's short way on the current device, where torch has it."""
     given = {name: value for name, value in kwargs.items() if value}
-    short = getattr(torch._C._dynamo.guards, f"_empty_strided_{given['device'].type}", None)
-    if short is None or set(given) != {"dtype", "device"}:
+    short = None
+    if set(given) == {"dtype", "device"}:
+        guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+        short = getattr(guards, f"_empty_strided_{given['device'].type}", None)
+    if short is None:
         return functools.partial(torch.empty, size, **given)
     steps = [math.prod(size[at + 1 :]) for at in range(len(size))]
     return functools.partial(short, tuple(size), tuple(steps), given["dtype"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import types
 import weakref
 from typing import Any
@@ -242,6 +243,33 @@ def test_with_a_hook_a_launch_goes_tritons_way(card, played) -> None:
     assert played == [True, False, False, False]
     call()
     assert played[-1]
+
+
+def test_calls_with_a_hook_are_written_down_after_it(card, played) -> None:
+    call, given, seen = forward(causal=True, backend="triton"), draw(), []
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        for _ in range(5):
+            run(call, given)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 5
+    for _ in range(2):
+        run(call, given)
+    assert played == [True]
+    assert len(seen) == 5
+
+
+def test_another_threads_launches_do_not_spoil_a_tape(card) -> None:
+    call, given = forward(causal=True, backend="triton"), draw()
+    with start.counting() as count, cold():
+        assert not start.watched()
+        other = threading.Thread(target=call, args=given)
+        other.start()
+        other.join()
+        assert count.launches == 0
+        call(*given)
+        assert count.launches == 1
 
 
 def test_debugging_and_another_device_go_tritons_way(card, played, monkeypatch) -> None:
