@@ -6,6 +6,7 @@ between a call of relampago's and the driver's `cuLaunchKernelEx` is the real th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -51,6 +52,7 @@ class Launch(NamedTuple):
 def library() -> ctypes.CDLL:
     """The library, built and loaded: whoever asks for libcuda.so.1 from now on gets it."""
     folder = Path(tempfile.mkdtemp(prefix="pretended-cuda-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source, built = Path(__file__).with_suffix(".c"), folder / "libcuda.so.1"
     subprocess.run(
         [str(COMPILER), "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{INCLUDE}", source, "-o", built],
