@@ -61,19 +61,17 @@ def _plan(rows: int, keys: int, stages: int, promote: int, **more: int) -> Plan:
 
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
-        "turns": _plan(128, 128, 4, 1, pingpong=1),
-        "pin": _plan(128, 128, 4, 1, pin=1),
-        "3 stages": _plan(128, 128, 3, 1),
-        "grid": _plan(128, 128, 4, 1, schedule=0),
-        "not promoted": _plan(128, 128, 4, 0),
+        "no turns": _plan(128, 128, 4, 1),
+        "grid": _plan(128, 128, 4, 1, schedule=0, pingpong=1),
         "not promoted, turns": _plan(128, 128, 4, 0, pingpong=1),
     },
     256: {
-        "turns": _plan(128, 64, 4, 4, pingpong=1),
-        "not promoted": _plan(128, 64, 4, 0),
-        "not promoted, turns": _plan(128, 64, 4, 0, pingpong=1),
-        "not promoted, 128 keys": _plan(128, 128, 2, 0),
-        "grid": _plan(128, 64, 4, 4, schedule=0),
+        "not promoted": _plan(128, 128, 2, 0),
+        "not promoted, turns": _plan(128, 128, 2, 0, pingpong=1),
+        "not promoted, grid": _plan(128, 128, 2, 0, schedule=0),
+        "not promoted, 64 keys": _plan(128, 64, 4, 0, pingpong=1),
+        "64 keys, grid": _plan(128, 64, 4, 4, schedule=0),
+        "64 keys": _plan(128, 64, 4, 4),
     },
 }  # fmt: skip
 
