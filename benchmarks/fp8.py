@@ -76,6 +76,14 @@ VARIANTS: dict[int, dict[str, Plan]] = {
 }  # fmt: skip
 
 
+DECODING = {
+    f"{keys} keys, {stages} stages, {warps} warps": Plan(
+        block_q=64, block_k=keys, warps=warps, stages=stages
+    )
+    for keys, stages, warps in ((64, 6, 4), (64, 4, 8), (128, 3, 4), (128, 4, 8), (32, 6, 4))
+}
+
+
 def tensors(problem: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     """Operands with the paper's outliers, and options."""
     g = torch.Generator("cuda").manual_seed(0)
@@ -295,7 +303,12 @@ def decode(seconds: float) -> None:
                     page.copy_(torch.randn(page.shape, device="cuda"))
             cache.lengths.fill_(length)
             q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
-            found[name] = milliseconds(lambda q=q, cache=cache: rl.attention_decode(q, cache))
+            plans = {} if name == "bf16" else DECODING
+            for variant, plan in {name: None, **plans}.items():
+                with rl.using(plan=plan):
+                    found[variant] = milliseconds(
+                        lambda q=q, cache=cache: rl.attention_decode(q, cache)
+                    )
             del cache
         say("decode", batch=batch, length=length, tokens={n: batch / ms * 1e3 for n, ms in found.items()},
             ratio=found["bf16"] / found["e4m3"])  # fmt: skip

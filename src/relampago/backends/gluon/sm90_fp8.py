@@ -250,7 +250,21 @@ def step(
     p_words = words(p)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    return acc1, acc2, acc3, acc4, p_words, m_new, l, beta, sv_new, stage_k, phase_k, stage_v, phase_v
+    return (
+        acc1,
+        acc2,
+        acc3,
+        acc4,
+        p_words,
+        m_new,
+        l,
+        beta,
+        sv_new,
+        stage_k,
+        phase_k,
+        stage_v,
+        phase_v,
+    )
 
 
 @gluon.jit
