@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ from relampago.plan import Plan
 
 BOTH, CAUSAL, FULL = (False, True), (True,), (False,)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
-LENGTHS = ((1, 16384), (4, 4096))  # the most telling first
+LENGTHS = ((1, 16384), (4, 4096), (1, 32768), (16, 1024))  # the most telling first
+FEW = ("table", "lazy", "lazy heaviest")  # variants in the other two, of the first three dims
 ROUNDS = 5
 HEAVIEST = 2047  # MiB in flight: all tiles of all heads in one order
 
@@ -47,6 +48,7 @@ CHANGES = (
     Change("lazy pin", SQUARE, {"lazy": 1, "pin": 1, "pingpong": 0}),
     Change("heaviest", SQUARE, {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
     Change("lazy heaviest", SQUARE, {"reach": HEAVIEST, "schedule": 2, "lazy": 1}, CAUSAL),
+    Change("grid heaviest", ((256, 256),), {"reach": HEAVIEST}, CAUSAL),
     Change("64 MiB", SQUARE, {"reach": 64, "schedule": 2}, CAUSAL),
     Change("rotate", SQUARE, {"rotate": 1}, FULL),
     Change("lazy rotate", SQUARE, {"rotate": 1, "lazy": 1}, FULL),
@@ -84,8 +86,8 @@ class Clock:
 
 def cells() -> Iterator[Cell]:
     """All dims of a length before the next length."""
-    for batch, length in LENGTHS:
-        for dim, dim_v in SQUARE:
+    for i, (batch, length) in enumerate(LENGTHS):
+        for dim, dim_v in SQUARE if i < 2 else SQUARE[:3]:
             for causal in BOTH:
                 yield Cell(dim, dim_v, causal, batch, length)
 
@@ -94,7 +96,8 @@ def variants(cell: Cell) -> dict[str, Plan]:
     """The table's plan and all that differ from it."""
     plans = {"table": cell.plans()["table"]}
     for change in CHANGES:
-        if (cell.dim, cell.dim_v) in change.dims and cell.causal in change.causal:
+        few = (cell.batch, cell.length) in LENGTHS[2:] and change.name not in FEW
+        if (cell.dim, cell.dim_v) in change.dims and cell.causal in change.causal and not few:
             plan = replace(plans["table"], **change.changes)
             if plan not in plans.values():
                 plans[change.name] = plan
@@ -145,7 +148,7 @@ def experiment(seconds: float, *names: str) -> None:
     target = Path(os.environ.get("OUT", tempfile.gettempdir())) / "hopper-experiments.json"
     rows: Rows = []
     for cell in cells():
-        found = calls(cell, peers)
+        found, plans = calls(cell, peers), variants(cell)
         right(cell, found)
         takes = {name: replays(call) for name, call in found.items()}
         for turn in range(ROUNDS):
@@ -158,6 +161,7 @@ def experiment(seconds: float, *names: str) -> None:
                 ms = takes[name]()
                 row = {"turn": turn, "name": name, **cell._asdict(), "ms": ms}
                 row |= {"tflops": cell.flops / ms * 1e-9, **clock.since(begun)}
+                row |= {"plan": asdict(plans[name])} if name in plans else {}
                 rows.append({"kind": "time", **row})
                 say("time", **row)
         target.write_text(json.dumps(rows, indent=0))
