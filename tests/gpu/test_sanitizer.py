@@ -52,7 +52,7 @@ def test_launches(name: str) -> None:
 
 
 def watch(tool: str, name: str) -> subprocess.CompletedProcess[str]:
-    """Run a launch under a tool; ends with FAULTS where it finds one. Calls that torch makes to try an API are no faults."""
+    """Run a launch under a tool; ends with FAULTS where it finds one. A call by which torch tries an API is none."""
     command = [str(sanitizer()), "--tool", tool, "--error-exitcode", str(FAULTS), "--print-limit", "5",
                "--report-api-errors", "no", "--target-processes", "application-only",
                sys.executable, str(HERE / "launches.py"), name]  # fmt: skip
