@@ -1,6 +1,6 @@
-"""What the suite runs on: a card; without one, to rehearse its tests' bodies, Triton's interpreter on short sequences.
+"""What the suite runs on: a card; without one, Triton's interpreter, in which its tests' bodies are rehearsed briefly.
 
-TRITON_INTERPRET=1 python -m pytest tests/gpu
+CONTRIBUTING.md says how.
 """
 
 from __future__ import annotations
