@@ -6,7 +6,18 @@ import pytest
 import torch
 from budget import check
 from gpu.card import LENGTHS
-from interpreter.decode_suite import *  # noqa: F403
+from interpreter.decode_suite import (  # noqa: F401
+    test_a_bias_of_the_least_number_keeps_its_weights,
+    test_chunks_in_the_drop_in,
+    test_dense_masks_and_biases,
+    test_documents,
+    test_keys_in_e4m3,
+    test_keys_wherever_they_lie,
+    test_more_rows_than_a_tile,
+    test_options,
+    test_packed_queries,
+    test_views_of_a_fused_tensor,
+)
 from oracle import dense
 
 import relampago as rl

@@ -1,4 +1,4 @@
-"""Batch invariance on a card: fifty random batches, in which every sequence gets the bits that it gets alone."""
+"""Batch invariance on a card: 54 random batches, in which every sequence gets the bits that it gets alone."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from unit.invariance import Batch
 import relampago as rl
 from relampago.plan import Plan
 
-EACH = 5  # batches of a setting, which share their kernels
+EACH = 9  # batches of a setting, which share their kernels
 LONGEST = 1500 if card.PRESENT else 9
 BF16, FP32 = torch.bfloat16, torch.float32
 SETTINGS = [  # head dims; kv heads and query heads of each; dtype; window, softcap, whether there are sinks
-    ((64, 64), (2, 3), BF16, None, None, False),
     ((64, 64), (1, 4), BF16, (100, 0), None, True),
     ((128, 128), (2, 3), BF16, None, None, False),
-    ((128, 128), (4, 2), BF16, (57, 0), 3.0, False),
-    ((16, 16), (2, 1), BF16, None, 3.0, True),
-    ((40, 72), (2, 3), BF16, None, None, False),
+    ((40, 72), (4, 2), BF16, (57, 0), 3.0, False),
+    ((16, 16), (2, 1), FP32, None, 3.0, True),
+    ((40, 72), (2, 3), FP32, (33, 0), None, True),
     ((64, 64), (2, 3), FP32, None, None, False),
-    ((16, 16), (1, 4), FP32, (33, 0), None, True),
-    ((40, 72), (4, 2), FP32, None, 3.0, False),
-    ((128, 128), (2, 1), FP32, None, None, False),
 ]
 
 

@@ -5,7 +5,6 @@ from interpreter.suite import (  # noqa: F401
     test_dropout_bits,
     test_fold_into_other_keys,
     test_fused,
-    test_gradient_of_a_shared_bias,
     test_keys_in_a_cache,
     test_lengths_are_clamped,
     test_odd_scales,

@@ -25,7 +25,6 @@ LENGTHS = (37, 0, 48)
 PLAN = Plan(block_q=64, block_k=16)
 PLAN_FORWARD = Plan(block_q=16, block_k=16)
 OPTIONS = {
-    "plain": {},
     "full": {"causal": False},
     "window": {"window": (9, 0)},
     "prefix": {"mask": rl.Prefix(30), "causal": False},
@@ -98,8 +97,10 @@ def agree(x, dtype: torch.dtype, splits: int, plan: Plan = PLAN) -> None:
         assert (got["lse"][1] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["dense", "cache", "page16", "page32", "page8", "page7"])
+@pytest.mark.parametrize("splits", [1, 5])  # 5: more than there are tiles of keys
+@pytest.mark.parametrize(
+    "kind", ["dense", "cache", "page32", "page7"]
+)  # tiles in pages, pages in tiles
 @pytest.mark.parametrize("rows", [1, 4])
 def test_keys_wherever_they_lie(kind, rows, splits, device) -> None:
     agree(arrays(kind, rows, torch.float32, device), torch.float32, splits)
@@ -108,7 +109,7 @@ def test_keys_wherever_they_lie(kind, rows, splits, device) -> None:
 @pytest.mark.parametrize(("kind", "splits"), [("dense", 3), ("cache", 1), ("page7", 3)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, kind, splits, device) -> None:
-    for rows in (1, 5):
+    for rows in (1, 3):
         agree(arrays(kind, rows, torch.float32, device, **OPTIONS[name]), torch.float32, splits)
 
 
@@ -126,10 +127,10 @@ def test_dims(dims, device) -> None:
 
 
 def test_more_rows_than_a_tile(device) -> None:
-    """13 queries of 3 heads are 39 rows: three tiles of 16, the last one not full."""
+    """7 queries of 3 heads are 21 rows: two tiles of 16, the last one not full."""
     for kind, splits in (("cache", 1), ("page16", 2)):
         agree(
-            arrays(kind, 13, torch.float32, device),
+            arrays(kind, 7, torch.float32, device),
             torch.float32,
             splits,
             Plan(block_q=16, block_k=16),
@@ -140,15 +141,15 @@ def test_dense_masks_and_biases(device) -> None:
     g = torch.Generator().manual_seed(4)
     bias = torch.randn(1, H, 1, 48, generator=g)
     mask = torch.rand(B, 1, 3, 48, generator=g) < 0.5
-    for splits in (1, 2):
-        for options in ({"bias": bias}, {"mask": mask}, {"bias": bias, "causal": False}):
-            agree(arrays("dense", 3, torch.float32, device, **options), torch.float32, splits)
+    asked = ((1, {"bias": bias}), (2, {"mask": mask}), (2, {"bias": bias, "causal": False}))
+    for splits, options in asked:
+        agree(arrays("dense", 3, torch.float32, device, **options), torch.float32, splits)
 
 
 def test_documents(device) -> None:
     starts = torch.tensor([0, 20, 46], device=device)
     for splits in (1, 2):
-        x = arrays("dense", 5, torch.float32, device, mask=rl.Document(starts))
+        x = arrays("dense", 3, torch.float32, device, mask=rl.Document(starts))
         agree(x, torch.float32, splits)
 
 
