@@ -9,7 +9,7 @@ from unit.test_table_gradients import PACKED, agree, draw, mixed
 import relampago as rl
 from relampago.mods import relative_bias, window_bias
 
-H, LQ, LK = 2, 40, 70
+H, LQ, LK = 2, 40, 50
 CASES = {
     "distance": (lambda t: {"score_mod": relative_bias(t[0]), "causal": True}, [(H, 21)]),
     "all axes": (
