@@ -195,8 +195,7 @@ def test_lengths_of_one(monkeypatch, len_q, len_k) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_other_forms(monkeypatch, row) -> None:
     mask = next(name for name in ("causal", "full") if reaches(row, name))
-    check(build(monkeypatch, row.plan, arrays(row, mask, torch.float16)), row.plan)
-    check(build(monkeypatch, row.plan, arrays(row, mask, packed=True)), row.plan)
+    check(build(monkeypatch, row.plan, arrays(row, mask, torch.float16, packed=True)), row.plan)
     more = {"sinks": torch.zeros(2), "mods": (register(softcap(30.0)),)}
     check(build(monkeypatch, row.plan, replace(arrays(row, mask), **more)), row.plan)
 
