@@ -41,6 +41,7 @@ from relampago.backends.triton.tile import (
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays
+from relampago.tape import note
 
 
 @triton.jit
@@ -277,10 +278,11 @@ def launch(kernel: Any, grid: int, plan: Plan, *args: Any, fusion: bool = True) 
 
     Without fusion a compiler has no choice of which products and sums to round together.
     """
-    kernel.run(
+    compiled = kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
         enable_fp_fusion=fusion,
     )  # fmt: skip
+    note(compiled, (grid, 1, 1), args)
 
 
 def forward(x: Arrays, plan: Plan, fixed: bool = False) -> tuple[Tensor, Tensor]:
