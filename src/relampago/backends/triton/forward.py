@@ -222,8 +222,9 @@ def attend(
                 factor, size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
-    if top is not None:
-        raise_to(top, m, size, b, head, NATURAL)
+    if top is not None:  # rows beyond the last have q = 0 and scores of 0
+        own = q0 + tl.arange(0, BQ) < q_end
+        raise_to(top, tl.where(own, m, float("-inf")), size, b, head, NATURAL)
     if extra.sinks is not None:  # one more score, with no value
         sink = tl.load(extra.sinks + head).to(tl.float32) * (1.0 if NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
