@@ -65,7 +65,9 @@ CALLS = {
 
 
 DECODED = ("one query", "cache")  # what gluon_sm90 leaves to Triton
-PAIRS = [("triton", name) for name in CALLS] + [("gluon_sm90", n) for n in CALLS if n not in DECODED]
+PAIRS = [("triton", name) for name in CALLS] + [
+    ("gluon_sm90", n) for n in CALLS if n not in DECODED
+]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
