@@ -15,7 +15,7 @@ from gpu import card
 if not card.PRESENT:
     rehearsed = os.environ.get("TRITON_INTERPRET") == "1"
     collect_ignore_glob = (
-        [f"test_{name}.py" for name in ("contract_gpu", "device", "dropin_gpu")]
+        [f"test_{name}.py" for name in ("contract_gpu", "device", "dropin_gpu", "warm_gpu")]
         if rehearsed
         else ["test_*.py"]
     )

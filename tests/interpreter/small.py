@@ -18,6 +18,7 @@ def _checker(g: torch.Generator) -> BlockSparse:
 
 SIZES: dict[str, dict[str, Any]] = {
     "mqa": {"heads": 3},
+    "packed-window": {"heads": 4, "kv_heads": 2, "len_q": (30, 40), "len_k": (40, 60)},
     "window-causal": {"len_q": 70, "len_k": 100},
     "block-sparse": {"len_q": 40, "len_k": 42, "options": {"mask": _checker}},
 }

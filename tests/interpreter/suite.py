@@ -102,7 +102,7 @@ def test_fold_into_other_keys(name, device) -> None:
 
 def test_rows_and_keys_of_no_sequence(device) -> None:
     """Beyond cu_seqlens' end: out 0, LSE -inf, gradients 0, whatever lies there."""
-    x = lowered(find("packed"), device)
+    x = lowered(small("packed"), device)
     pad = 70
     wide = [torch.cat([t, t.new_full((pad, *t.shape[1:]), 3.0)]) for t in (x.q, x.k, x.v)]
     x.q, x.k, x.v = wide
@@ -167,7 +167,7 @@ def test_dropout_bits(device) -> None:
 
 def test_lengths_are_clamped(device) -> None:
     """Lengths beyond the tensors read nothing outside of them."""
-    x = lowered(find("packed"), device)
+    x = lowered(small("packed"), device)
     x.cu_q, x.cu_k = x.cu_q + 1000, x.cu_k + 1000
     out, _ = forward.forward(x, PLAN)
     assert out.shape[0] == x.q.shape[0]
