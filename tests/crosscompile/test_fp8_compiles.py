@@ -13,7 +13,7 @@ import torch
 from relampago.masks.rules import Band
 from relampago.mods import register, softcap
 from relampago.plan import Plan, table
-from relampago.problem import Arrays
+from relampago.problem import Arrays, Device, Facts, describe
 from relampago.quant import E4M3
 
 triton = pytest.importorskip("triton", minversion="3.6")
@@ -22,9 +22,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from crosscompile.offline import Built, Recorder
 from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED, assembler_says, disassembled
+from crosscompile.test_triton import SPILLS
 
 from relampago.backends.gluon import fp8_launch, launch
-from relampago.backends.triton import decode
+from relampago.backends.triton import Triton, decode, forward
 from relampago.quant import kernels
 
 TABLE = table("sm90")["gluon_sm90.forward_fp8"]
@@ -134,13 +135,8 @@ def test_casts(monkeypatch, dim) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm89", "sm90", "gfx950"])
-def test_decoding_from_e4m3(monkeypatch, arch) -> None:
-    recorder = Recorder(arch, only="attend_part")
-    monkeypatch.setattr(
-        decode,
-        "launch",
-        lambda kernel, grid, plan, chained, *args: recorder(kernel, grid, plan, *args),
-    )
+def test_attending_to_e4m3_in_pages(monkeypatch, arch) -> None:
+    """Decoding, and a prompt into the same cache by the forward kernel."""
     k = torch.zeros(8, 64, 2, 128).to(E4M3)
     scale = torch.ones(2, 2, 1)
     x = Arrays(
@@ -148,5 +144,18 @@ def test_decoding_from_e4m3(monkeypatch, arch) -> None:
         len_k=256, lens_k=torch.zeros(2, dtype=torch.int32), page_table=torch.zeros(2, 4, dtype=torch.int32),
         k_scale=scale, v_scale=scale,
     )  # fmt: skip
+    recorder = Recorder(arch, only="attend_part")
+    monkeypatch.setattr(
+        decode,
+        "launch",
+        lambda kernel, grid, plan, chained, *args: recorder(kernel, grid, plan, *args),
+    )
     decode.decode(x, Plan(block_q=64, block_k=64, warps=4, stages=3), splits=2, chained=False)
     assert recorder.built[0].spills == 0
+    x.q, x.len_q = torch.zeros(300, 8, 128, dtype=torch.bfloat16), 200
+    x.cu_q = torch.tensor([0, 200, 300], dtype=torch.int32)
+    problem = describe(x, Facts(right=0), device=Device("cuda", arch))
+    recorder = Recorder(arch)
+    monkeypatch.setattr(forward, "launch", recorder)
+    forward.forward(x, Triton().plan(problem))
+    assert recorder.built[0].spills <= SPILLS

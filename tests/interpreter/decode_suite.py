@@ -212,13 +212,20 @@ def under(backend, function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("kind", ["cache", "page16", "page7"])
+@pytest.mark.parametrize(("kind", "splits"), [
+    ("cache", 1), ("cache", 2), ("page16", 1), ("page16", 2), ("page7", 1), ("page7", 2),
+    ("cache", None), ("page7", None), ("packed", None),
+])  # fmt: skip
 def test_keys_in_e4m3(kind, splits) -> None:
-    x = arrays(kind, 2, torch.float16, softcap=3.0 if kind == "page7" else None)
+    """Scales per sequence and head; without splits by the forward kernel, as prompts are."""
+    place = "page7" if kind == "packed" else kind
+    x = arrays(place, 2, torch.float16, softcap=3.0 if place == "page7" else None)
     scales = torch.linspace(0.1, 0.5, B * G).view(B, G, 1)
     x = replace(x, k=x.k.to(E4M3), v=x.v.to(E4M3), k_scale=scales, v_scale=2 * scales)
-    got = dict(zip(("out", "lse"), decode(x, PLAN, splits=splits), strict=True))
+    if kind == "packed":
+        x = replace(x, q=x.q.flatten(0, 1), cu_q=torch.tensor([0, 2, 4, 6], dtype=torch.int32))
+    found = forward(x, PLAN_FORWARD) if splits is None else decode(x, PLAN, splits=splits)
+    got = dict(zip(("out", "lse"), found, strict=True))
     standard, oracle = (
         dict(zip(("out", "lse"), emulation.run(x, partial(attend, dtype=dtype)), strict=True))
         for dtype in (torch.float16, torch.float64)

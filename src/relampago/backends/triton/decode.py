@@ -385,8 +385,7 @@ def decode(
     launch(
         attend_part, items * splits, plan, chained,
         q, k, v, None if is_split else out, None if is_split else lse, part,
-        None if x.k_scale is None else x.k_scale.contiguous(), None if x.v_scale is None else x.v_scale.contiguous(),
-        x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
+        *A.cache_scales(x), x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
         A.strides(q), A.strides(k), A.strides(v), so, A.band_of(band),
         extra._replace(sinks=None) if is_split else extra, dim, *A.split(dim), dim_v, *A.split(dim_v),
         block_q, plan.block_k, lay.page or 0, natural, precision(x), masked, chained,
