@@ -35,6 +35,7 @@ from relampago.plan import Plan
 LENGTHS = ((4, 4096), (2, 8192), (1, 16384), (1, 32768))
 DIMS = (128, 256)
 CHECKERS = 6
+COMPILERS = 8  # processes
 PROBLEMS: tuple[dict[str, Any], ...] = tuple(
     {"dim": dim, "len": length, "heads": heads, **more}
     for dim in (64, 128, 256, 96)
@@ -219,13 +220,34 @@ def contestants(
         yield f"{name} fp8", functools.partial(fn, *eights, causal=cell.causal, **named)
 
 
+def cells() -> list[Cell]:
+    """Every shape that is timed."""
+    return [Cell(d, d, causal, b, n) for d in DIMS for causal in (False, True) for b, n in LENGTHS]
+
+
+def compile_some(part: int, parts: int) -> None:
+    """Fill Triton's cache with a part of what `clock` will launch, and launch nothing but casts."""
+    from benchmarks.hopper.correct import _compile_only
+
+    _compile_only()
+    for cell in cells()[part::parts]:
+        for name, call in contestants(cell, {}):
+            try:
+                call()
+            except Exception as fault:
+                say(
+                    "compile",
+                    cell=cell,
+                    name=name,
+                    why=f"{type(fault).__name__}: {str(fault)[-200:]}",
+                )
+
+
 def clock(seconds: float, *names: str) -> None:
     """Every shape, twice, in shuffled order."""
     until, chance, peers = time.time() + seconds, random.Random(0), import_peers(names)
     for _ in range(2):
-        todo = [
-            Cell(d, d, causal, b, n) for d in DIMS for causal in (False, True) for b, n in LENGTHS
-        ]
+        todo = cells()
         chance.shuffle(todo)
         for cell in todo:
             jobs = list(contestants(cell, peers))
@@ -325,6 +347,7 @@ def report(rows: Rows) -> None:
 JOBS: dict[str, Callable[..., None]] = {
     "check": lambda part, parts: check(int(part), int(parts)),
     "sums": lambda length: long_sums(int(length)),
+    "compile": lambda part, parts: compile_some(int(part), int(parts)),
     "clock": lambda seconds, *names: clock(float(seconds), *names),
     "decode": lambda seconds: decode(float(seconds)),
 }
@@ -342,6 +365,8 @@ def main(mode: str, budget: float, names: list[str]) -> None:
         left = budget - elapsed() if mode == "decode" else 0.15 * budget
         rows += watch([("decode", left - 5)], budget, elapsed() + left, "benchmarks.fp8")
     if mode in ("clock", "all"):
+        jobs = [("compile", i, COMPILERS) for i in range(COMPILERS)]
+        rows += watch(jobs, budget, elapsed() + 0.5 * (budget - elapsed()), "benchmarks.fp8")
         left = budget - elapsed() - 2
         rows += watch([("clock", left - 5, *names)], budget, elapsed() + left, "benchmarks.fp8")
     target = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"fp8-{mode}.json"

@@ -93,20 +93,28 @@ def test_torchs_dispatcher_ragged_and_compiled(calls) -> None:
 
 def test_routed_and_compiled_by_inductor() -> None:
     torch._dynamo.reset()
-    q, k, v = tensors(*[(2, 8, 300, 64)] * 3)
+    leaves = tensors(*[(2, 8, 300, 64)] * 3)
     mask = torch.rand(2, 1, 1, 300, device="cuda") > 0.2
-    compiled = torch.compile(
-        lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, attn_mask=mask).sin(),
-        fullgraph=True,
-    )
+    g = torch.randn_like(leaves[0])
+
+    def fn(q, k, v):
+        return F.scaled_dot_product_attention(q * 2, k, v, attn_mask=mask).sin()
+
+    def results(fn, dtype):
+        wide = tuple(t.detach().to(dtype).requires_grad_() for t in leaves)
+        out = fn(*wide)
+        return dict(
+            zip(
+                ("out", "dq", "dk", "dv"),
+                (out, *torch.autograd.grad(out, wide, g.to(dtype))),
+                strict=True,
+            )
+        )
+
     with sdpa.routed():
-        got = compiled(q, k, v)
-        want = F.scaled_dot_product_attention(q * 2, k, v, attn_mask=mask).sin()
-    torch.testing.assert_close(got, want)
-    g = torch.randn_like(got)
-    torch.testing.assert_close(
-        torch.autograd.grad(got, (q, k, v), g), torch.autograd.grad(want, (q, k, v), g)
-    )
+        got = results(torch.compile(fn, fullgraph=True), HALF)
+    with sdpa_kernel(SDPBackend.MATH):
+        check("routed, compiled", got, results(fn, HALF), results(fn, torch.float64), HALF)
 
 
 @pytest.mark.parametrize("page", [16, 256])

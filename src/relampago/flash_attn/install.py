@@ -86,6 +86,12 @@ def _clear_memories() -> None:
     importlib.invalidate_caches()
     holders = [m for name, m in sys.modules.items() if name.startswith("transformers.")]
     for module in holders:
+        listing = module.__dict__.get(
+            "PACKAGE_DISTRIBUTION_MAPPING"
+        )  # before 5.20: read once, at import
+        if isinstance(listing, dict):
+            listing.clear()
+            listing.update(importlib.metadata.packages_distributions())
         for name in MEMORIES:
             forget = getattr(module.__dict__.get(name), "cache_clear", None)
             if forget is not None:

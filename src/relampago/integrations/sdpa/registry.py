@@ -7,6 +7,7 @@ The same kernels can be put on the CPU's dispatch key, where torch has none: tha
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -61,9 +62,13 @@ def activate(key: str = "CUDA") -> Handle:
         "_scaled_dot_product_flash_attention": sdpa_forward,
         "_scaled_dot_product_flash_attention_backward": sdpa_backward,
     }
-    for name, kernel in kernels.items():
-        if hasattr(torch.ops.aten, name):
-            library.impl(name, kernel, key)
+    with (
+        warnings.catch_warnings()
+    ):  # torch warns that a kernel is exchanged, which is what was asked for
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name, kernel in kernels.items():
+            if hasattr(torch.ops.aten, name):
+                library.impl(name, kernel, key)
     return Handle(library)
 
 
