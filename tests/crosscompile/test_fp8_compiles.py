@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from relampago.quant import kernels
 
 TABLE = table("sm90")["gluon_sm90.forward_fp8"]
 WIDE_SPILLS = 128  # bytes of a thread at head dim 256: acc alone takes 128 of its registers
+TURNING_SPILLS = 16  # outside the main loops
 FORM_SPILLS = 48  # of masks that hold each row's run of keys
 BANDS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 0)}
 
@@ -60,17 +62,21 @@ def build(
     return recorder.built[0]
 
 
-def loops(sass: list[str]) -> list[list[str]]:
-    """The innermost loops with FP8 products."""
+def spans(sass: list[str]) -> list[list[str]]:
+    """The innermost loops."""
     labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
-    spans = []
+    found = []
     for end, line in enumerate(sass):
         target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
         if target and labels.get(target[1], end) < end:
-            spans.append((labels[target[1]], end))
-    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    bodies = [sass[start:end] for start, end in inner]
-    return [body for body in bodies if sum("QGMMA" in line for line in body) > 1]
+            found.append((labels[target[1]], end))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [sass[start:end] for start, end in inner]
+
+
+def loops(sass: list[str]) -> list[list[str]]:
+    """Those with FP8 products."""
+    return [body for body in spans(sass) if sum("QGMMA" in line for line in body) > 1]
 
 
 def check(built: Built, plan: Plan, dim: int) -> None:
@@ -87,6 +93,7 @@ def check(built: Built, plan: Plan, dim: int) -> None:
             calls["SHFL"] <= 4
         )  # a row's maximum, over its four threads: weights stay where they are
         assert calls["HGMMA"] == 0
+        assert calls["PRMT"] <= 8  # words of four weights are not taken apart
         assert calls["MUFU"] >= plan.block_k // 2
 
 
@@ -97,6 +104,22 @@ def test_rows_compile(monkeypatch, which, band) -> None:
     row = TABLE[which]
     dim = dict(row.when).get("dim_max", 256)
     check(build(monkeypatch, row.plan, arrays(dim, band=band)), row.plan, dim)
+
+
+@pytest.mark.parametrize(("which", "words"), [(0, 16), (1, 32)])
+def test_values_transposed_in_shared_memory(monkeypatch, which, words) -> None:
+    """`ldmatrix`, a byte permutation for every word, `stmatrix`: nothing else of a thread's share is touched."""
+    row = TABLE[which]
+    built = build(monkeypatch, replace(row.plan, transpose=1), arrays(dict(row.when)["dim_max"]))
+    assert built.spills <= TURNING_SPILLS + (0 if OLD else NEWEST_SPILLS[row.plan.block_q])
+    assert built.shared <= SHARED
+    assert "C75" not in assembler_says(built)
+    sass = disassembled(built)
+    assert len(loops(sass)) == 2
+    bodies = [body for body in spans(sass) if any("LDSM.16.MT88" in line for line in body)]
+    calls = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in bodies[0])
+    assert (calls["LDSM"], calls["STSM"], calls["PRMT"]) == (words // 4, words // 4, words)
+    assert sum(calls.values()) <= 2 * words + 40
 
 
 @pytest.mark.parametrize("form", ["packed", "split", "tables"])

@@ -24,9 +24,12 @@ from relampago.quant import emulation
 from relampago.quant.columns import column_of, columns_in_all, first_column
 
 
-def rows_in_e4m3(x: torch.Tensor, cu: Any, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_in_e4m3(
+    x: torch.Tensor, cu: Any, longest: int, *, rotated: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `relampago.quant.kernels` has it, which the interpreter's suite compares with `quantise`."""
-    one = quant.quantise(quant.rotate(x.float()), cu_seqlens=cu, max_seqlen=longest)
+    turned = quant.rotate(x.float()) if rotated else x
+    one = quant.quantise(turned, cu_seqlens=cu, max_seqlen=longest)
     width = -(-x.shape[-1] // 16) * 16
     y = torch.zeros(*x.shape[:-1], width).to(quant.E4M3)
     y[..., : x.shape[-1]] = one.values
@@ -67,7 +70,8 @@ def launcher():
     modules["relampago.quant.kernels"] = casts
     root = "relampago.backends.gluon."
     names = (
-        "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "sm90_fp8", "combine", "boxes",
+        "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "sm90_values", "sm90_fp8", "combine",
+        "boxes",
         "launch", "fp8_launch",
     )  # fmt: skip
     ours = [root + name for name in names]
@@ -142,6 +146,8 @@ PLANS = {
     "dynamic-128x64-quarters": Plan(block_q=128, block_k=64, stages=2, schedule=2, promote=4),
     "dynamic-128x128-halves": Plan(block_q=128, block_k=128, stages=1, schedule=2, promote=2, pingpong=1),
     "dynamic-128x128-cores": Plan(block_q=128, block_k=128, stages=2, schedule=2),
+    "dynamic-128x128-turned": Plan(block_q=128, block_k=128, stages=2, schedule=2, promote=1, transpose=1),
+    "static-128x64-turned": Plan(block_q=128, block_k=64, stages=1, schedule=1, promote=2, transpose=1),
 }  # fmt: skip
 PAIRS = [
     pytest.param(case, plan, id=f"{name}-{which}")

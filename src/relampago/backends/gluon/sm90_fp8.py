@@ -42,6 +42,7 @@ from relampago.backends.gluon.sm90_forward import (
     store_part,
     wait_turn,
 )
+from relampago.backends.gluon.sm90_values import AHEAD, columns, turn_values
 from relampago.backends.gluon.softmax import (
     LOG2E,
     capped,
@@ -110,13 +111,32 @@ def of_rows(scales, tile, heads, rows, size, factor):
 
 
 @gluon.jit
-def operand(p, P_L: gl.constexpr):
-    """Weights as the next product's operand: keys in the order of `quant.columns`, and no register moves."""
-    p = p.to(gl.float8e4nv)
+def in_words(p):
+    """Weights in e4m3, four in a word: keys in the order of `quant.columns`, and no register moves.
+
+    From block to block they go as words: a loop would take numbers of 8 bits apart, a register each.
+    """
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     p = gl.permute(gl.reshape(p, [M, N // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
-    return gl.convert_layout(gl.reshape(p, [M, N]), P_L, assert_trivial=True)
+    even, odd = gl.split(gl.reshape(p, [M, N // 4, 2, 2]))
+    p0, p2 = gl.split(even)
+    p1, p3 = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+        "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [p0, p1, p2, p3], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def operand(words, P_L: gl.constexpr):
+    """Words of weights as the next product's operand; the compiler sees that nothing is to be done."""
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1] * 4
+    even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
+    odd = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
+    p8 = gl.reshape(gl.join(even, odd), [M, N]).to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(p8, P_L, assert_trivial=True)
 
 
 @gluon.jit
@@ -190,7 +210,7 @@ def weights(s, m, factor, cap, S_L: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, keys, values, acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
+    q, keys, values, acc1, acc2, acc3, acc4, words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
     seen, band, cap, factor, scales, kv_at, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
     D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
     P_L: gl.constexpr, W: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr, TABLES: gl.constexpr,
@@ -203,6 +223,7 @@ def step(
     wait_turn(WG, PINGPONG)
     s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
     v = receive(values, stage_v, phase_v, E, BK)
+    p8 = operand(words, P_L)
     t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
     give_turn((WG + 1) % WGS, PINGPONG)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
@@ -225,10 +246,10 @@ def step(
     beta = alpha * (sv / sv_new)
     if PARTS == 0:
         acc1 = acc1 * spread(beta, O_L)
-    p8 = operand(p, P_L)
+    words = in_words(p)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    return acc1, acc2, acc3, acc4, p8, m_new, l, beta, sv_new, stage_k, phase_k, stage_v, phase_v
+    return acc1, acc2, acc3, acc4, words, m_new, l, beta, sv_new, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
@@ -310,17 +331,18 @@ def consume(
         p, m = weights(s, m, by_row * sk, extra.cap, S_L)
         l = part_sum(p)
         beta = gl.full([ROWS], 1.0, gl.float32, R_L)  # acc is 0
-        p8 = operand(p, P_L)
+        words = in_words(p)
 
         for _ in range(tile.count - 1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            (acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
-                q, keys, values, acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v,
+            (acc1, acc2, acc3, acc4, words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
+                q, keys, values, acc1, acc2, acc3, acc4, words, m, l, beta, sv, stage_k, phase_k, stage_v,
                 phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
                 S_L, O_L, P_L, W, LOOPED, ENDS, TABLES, PINGPONG, PIN, PARTS,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, E, BK)
+        p8 = operand(words, P_L)
         t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
         mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L) * (1.0 / TIMES)
@@ -368,7 +390,8 @@ def attend_fp8(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
-    PARTS: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+    PARTS: gl.constexpr, TRANSPOSE: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_TURNING: gl.constexpr,
+    REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them. See `sm90_forward.attend`."""
     size = Size(
@@ -378,7 +401,12 @@ def attend_fp8(
     scales = Scales(q_scale, k_scale, v_scale, blocks_q, blocks_k, blocks_v)
     queries = channel(q_desc, WGS, 1)
     keys = channel(k_desc, STAGES, WGS)
-    values = channel(v_desc, STAGES, WGS)
+    readers: gl.constexpr = WGS + 1 if TRANSPOSE else WGS  # of the words that tell of a tile
+    if TRANSPOSE:
+        loaded = channel(v_desc, AHEAD, 1)
+        values = columns(v_desc, STAGES, WGS, BK, E)
+    else:
+        values = channel(v_desc, STAGES, WGS)
     results = queries
     if not SPLIT:
         results = Channel(
@@ -387,9 +415,19 @@ def attend_fp8(
     words = gl.allocate_shared_memory(
         gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, WGS))
+    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, readers))
     fence_async_shared()
-    if WGS == 3:
+    if TRANSPOSE:
+        gl.warp_specialize([
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+            (turn_values, (loaded, values, slots, size, band, extra, WGS, BK, E, PACK, STAGES, SCHEDULE, SPLIT)),
+            (produce, (queries, keys, loaded, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
+                       extra, WGS, BK, PACK, STAGES, AHEAD, SCHEDULE, SPLIT, False)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS_TURNING, REGISTERS_PRODUCER])  # fmt: skip
+    elif WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
                        WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
@@ -398,7 +436,7 @@ def attend_fp8(
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 2,
                        WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False)),
+                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -407,5 +445,5 @@ def attend_fp8(
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
                        WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False)),
+                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
