@@ -153,7 +153,7 @@ PAIRS = [
     pytest.param(case, plan, id=f"{name}-{which}")
     for i, (name, case) in enumerate(CASES.items())
     for j, (which, plan) in enumerate(PLANS.items())
-    if (i + j) % 2 == 0
+    if (i + j) % 3 == 0
 ]
 
 
@@ -164,7 +164,8 @@ def test_kernel_source_on_random_schedules(launcher, case, plan) -> None:
 
 def test_scales_that_differ_by_block(launcher) -> None:
     """Keys and values of blocks that are 1000 times apart: every block's own scale is used, and no other's."""
-    for plan in PLANS.values():
+    for name in ("grid-128x128-whole", "dynamic-128x64-quarters", "static-128x64-turned"):
+        plan = PLANS[name]
         x = arrays({"lq": 130, "lk": 500, "causal": True, "seed": 3})
         x.k[:, 128:256] *= 0.01
         x.v[:, 256:384] *= 1000
@@ -172,10 +173,15 @@ def test_scales_that_differ_by_block(launcher) -> None:
         compare(launcher, x, plan)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize(
-    "band", [Band(), Band(0, None, 0), Band(0, 30, 0)], ids=["full", "causal", "window"]
-)
+BANDS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 30, 0)}
+
+
+@pytest.mark.parametrize(("plan", "band"), [
+    pytest.param(plan, band, id=f"{name}-{which}")
+    for i, (name, plan) in enumerate(PLANS.items())
+    for j, (which, band) in enumerate(BANDS.items())
+    if (i + j) % 2 == 0
+])  # fmt: skip
 def test_packed(launcher, plan, band) -> None:
     compare(launcher, packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], band), plan)
 

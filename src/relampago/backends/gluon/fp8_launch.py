@@ -30,8 +30,8 @@ from relampago.problem import Arrays
 from relampago.quant.cast import E4M3
 from relampago.quant.kernels import columns_in_e4m3, rows_in_e4m3
 
-# Registers of a thread where a warpgroup transposes: of the second consumer, its own, the producer's; the first consumer
-# has what is left.
+# Registers of a thread where a warpgroup transposes: of the second consumer, its own, the producer's; the first
+# consumer has what is left.
 TURNING = (224, 40, 24)
 
 
