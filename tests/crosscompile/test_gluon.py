@@ -224,8 +224,11 @@ def test_lazy_rescaling_is_a_branch(monkeypatch, dim, causal) -> None:
             jump = next(
                 i for i, line in enumerate(body[vote:]) if " BRA" in f" {line}" and "@" in line
             )
-            after = body[vote + jump + 1 : vote + jump + 5]
-            assert sum("FMUL" in line for line in after) >= 2
+            after = body[vote + jump + 1 : vote + jump + 9]
+            products = [re.findall(r"\bR\d+\b", line) for line in after if "FMUL" in line]
+            assert len(products) >= 4
+            assert all(at == what != by for at, what, by in products)  # by a factor, not by itself
+            assert len({by for *_, by in products}) <= 2  # a thread has two rows
 
 
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:

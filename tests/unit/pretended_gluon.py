@@ -116,7 +116,7 @@ class Tensor:
         self.dtype = "dt"
         self.type = types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+    def to(self, dtype: Any) -> Tensor:
         """Sixteen bits round too little to matter; eight do not."""
         if dtype != "float8e4nv":
             return Tensor(self.a)
@@ -132,25 +132,16 @@ class Tensor:
         return Tensor(f(self.a))
 
 
-class Words(Tensor):
-    """Integers of several bytes, each of which is a number of 8 bits: the lowest first."""
+class Twos(Tensor):
+    """16-bit integers whose two bytes are numbers of 8 bits: the lowest first."""
 
     def __init__(self, parts: list[Any]) -> None:
         super().__init__(parts[0])
         self.parts = parts
 
-    def map(self, f: Any) -> Words:
+    def map(self, f: Any) -> Twos:
         """Another shape."""
-        return Words([f(part) for part in self.parts])
-
-    def __rshift__(self, bits: int) -> Words:
-        assert bits % 8 == 0
-        return Words(self.parts[bits // 8 :])
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
-        """The lowest byte."""
-        assert dtype == "int8"
-        return Tensor(self.parts[0])
+        return Twos([f(part) for part in self.parts])
 
 
 def _operator(name: str) -> Any:
@@ -206,8 +197,8 @@ class Memory:
 class Pairs(Memory):
     """Shared memory of numbers of 8 bits, seen as 16-bit integers."""
 
-    def load(self, layout: Any) -> Words:
-        return Words([self.a[..., 0].copy(), self.a[..., 1].copy()])
+    def load(self, layout: Any) -> Twos:
+        return Twos([self.a[..., 0].copy(), self.a[..., 1].copy()])
 
     def store(self, value: Any) -> None:
         self.a[...] = np.stack(value.parts, -1)
@@ -342,7 +333,7 @@ def make_language() -> types.ModuleType:
     gl.reshape = lambda x, shape: x.map(lambda a: a.reshape(shape))
     gl.permute = lambda x, order: x.map(lambda a: a.transpose(order))
     gl.split = lambda x: (Tensor(x.a[..., 0]), Tensor(x.a[..., 1]))
-    gl.join = lambda x, y: Tensor(np.stack([x.a, y.a], -1))
+    gl.join = lambda x, y: Tensor(np.stack([x.a, y.a], axis=-1))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
     gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
@@ -384,7 +375,9 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if text.startswith("rcp"):
         return Tensor(_quiet(np.reciprocal, args[0].a))
     if "e4m3x2" in text:
-        return Words([x.to("float8e4nv").a for x in args])
+        return _words(args)
+    if text.startswith("mov.b32 $0"):
+        return _bytes_of(args[0])
     if text.startswith("prmt"):
         return _permuted(text, args[0])
     if "vote.sync" in text:
@@ -399,12 +392,25 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     return args[0]
 
 
-def _permuted(text: str, x: Words) -> Words:
+def _permuted(text: str, x: Twos) -> Twos:
     """Byte permutations of two registers, which are four 16-bit integers: the last two dimensions."""
     four = [part.reshape(*part.shape[:-2], 4) for part in x.parts]
     octet = [four[n % 2][..., n // 2] for n in range(8)]
     picked = [octet[int(n)] for word in re.findall("0x([0-7]{4})", text) for n in reversed(word)]
-    return Words([np.stack(picked[i::2], -1).reshape(x.parts[0].shape) for i in (0, 1)])
+    return Twos([np.stack(picked[i::2], -1).reshape(x.parts[0].shape) for i in (0, 1)])
+
+
+def _words(four: list[Any]) -> Any:
+    """Four numbers in e4m3 as the bytes of an int32, the first lowest."""
+    eights = torch.from_numpy(np.stack([x.a for x in four], axis=-1)).clamp(-448, 448)
+    return Tensor(eights.to(torch.float8_e4m3fn).view(torch.int32)[..., 0].numpy())
+
+
+def _bytes_of(words: Any) -> Any:
+    """Of four equal words the first's lowest byte, the second's next one, ..., as numbers."""
+    one = torch.from_numpy(words.a[..., ::4].astype(np.int32))
+    assert (words.a == np.repeat(one.numpy(), 4, axis=-1)).all()
+    return Tensor(one.contiguous().view(torch.float8_e4m3fn).double().numpy())
 
 
 def _load(pointer: Pointer, mask: Any = None, other: float | None = None) -> Any:

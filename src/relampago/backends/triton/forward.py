@@ -22,6 +22,7 @@ from relampago.backends.triton.tile import (
     bounds,
     edge,
     finite,
+    in_fp16,
     kept,
     key_origin,
     keys_of,
@@ -150,7 +151,7 @@ def attend(
 ):  # fmt: skip
     """One tile of queries: Algorithm 1, lines 4 to 15. RESUME: go on from the out and LSE of other keys.
 
-    Keys and values in e4m3 have scales (B, G): what is loaded is exact in q's dtype, and scales are linear.
+    Keys and values in e4m3 have scales (B, G): what is loaded is exact in fp16 and bf16, and scales are linear.
 
     If FIXED, keys come in order and every tile takes the same code, so that a row's bits depend on its own sequence
     alone: tiles begin at multiples of BK, and one that is hidden from a row adds exact zeros to it.
@@ -177,6 +178,9 @@ def attend(
     q2 = q1
     if D2 > 0:
         q2 = load_tile(q, q0, q_end, sq.l, D, D1, D2, BQ, True)
+    if k_scale is not None:  # noqa: SIM102 (both are decided when compiled)
+        if q.dtype.element_ty == tl.bfloat16:
+            q1, q2, factor = in_fp16(q1, q2, factor)
     m = tl.full([BQ], float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
     acc1 = tl.zeros([BQ, E1], tl.float32)
