@@ -42,6 +42,7 @@ from relampago.backends.triton.tile import (
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays, Device, Layout, Problem
+from relampago.tape import note
 
 ROWS = 64  # rows of all heads of a group that are still few
 QUERIES = 16  # queries that are still few, whatever the group
@@ -343,10 +344,11 @@ def sees_all(x: Arrays) -> bool:
 def launch(kernel: Any, grid: int, plan: Plan, chained: bool, *args: Any) -> None:
     """Start a kernel on the current device; if chained, while its predecessor ends."""
     options = {"launch_pdl": True} if chained else {}
-    kernel.run(
+    compiled = kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
-        **options,
+        enable_fp_fusion=True, **options,
     )  # fmt: skip
+    note(compiled, (grid, 1, 1), args)
 
 
 def chains(device: Device) -> bool:
