@@ -35,10 +35,11 @@ class _Forced(threading.local):
     backend: str | None = None
     plan: tuple[tuple[str, int], ...] = ()
     batch_invariant: bool | None = None
+    precision: str | None = None
 
     def now(self) -> tuple[Any, ...]:
-        """Backend and plan."""
-        return self.backend, self.plan
+        """Backend, plan and precision."""
+        return self.backend, self.plan, self.precision
 
 
 _forced = _Forced()
@@ -47,25 +48,28 @@ _everywhere = os.environ.get("RELAMPAGO_BATCH_INVARIANT", "0") == "1"
 
 @contextlib.contextmanager
 def using(
-    *, backend: str | None = None, plan: Plan | None = None, batch_invariant: bool | None = None
-) -> Iterator[None]:
-    """Inside, on this thread, calls that do not say otherwise use this backend, plan and batch invariance.
+    *, backend: str | None = None, plan: Plan | None = None, batch_invariant: bool | None = None,
+    precision: str | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Inside, on this thread, calls that do not say otherwise use this backend, plan, batch invariance and precision.
 
-    Nothing falls back.
+    Nothing falls back. Shards, caches and statistics have the precision of their tensors whatever stands here.
 
     Raises:
-        InvalidInput: there is no backend of that name.
+        InvalidInput: there is no backend or precision of that name.
     """
     if backend is not None:
         by_name(backend)
-    outer = (_forced.backend, _forced.plan, _forced.batch_invariant)
+    validate.precision(precision)
+    outer = (_forced.backend, _forced.plan, _forced.batch_invariant, _forced.precision)
     _forced.backend = backend or outer[0]
     _forced.plan = plan.items() if plan else outer[1]
     _forced.batch_invariant = outer[2] if batch_invariant is None else bool(batch_invariant)
+    _forced.precision = precision or outer[3]
     try:
         yield
     finally:
-        _forced.backend, _forced.plan, _forced.batch_invariant = outer
+        _forced.backend, _forced.plan, _forced.batch_invariant, _forced.precision = outer
 
 
 def set_batch_invariant(on: bool) -> bool:
@@ -164,7 +168,8 @@ def attention(
             stands, however it is laid out and cut (docs/batch-invariance.md); None follows `using`, then
             `set_batch_invariant`.
         precision: "fp8" for products of e4m3 numbers, which Hopper forms at twice the rate: q, k and v are rotated and
-            cast here, the backward runs in their own dtype (docs/fp8.md). A CPU emulates the same arithmetic.
+            cast here, the backward runs in their own dtype (docs/fp8.md). A CPU emulates the same arithmetic. "full"
+            for their own dtype; None follows `using`.
         q_descale: fp32 scales of a q that is float8_e4m3fn already: (B, G), or as `quant.quantise` gives them.
         k_descale: likewise of k.
         v_descale: likewise of v. Out is then bf16.
@@ -386,7 +391,7 @@ def _respond(
 ) -> Any:
     """Out, and what else was asked for."""
     if with_max:
-        fp8 = options.precision or options.q_descale is not None
+        fp8 = (options.precision or _forced.precision) == "fp8" or options.q_descale is not None
         validate.require([("return_max_logits", "is True with FP8 products", "False", not fp8)])
         out, lse, top = forward_max(*prepare(q, k, v, options, packing=packing))
         return (out, lse, top) if with_lse else (out, top)
@@ -465,10 +470,9 @@ def prepare(
         batch, len_q, len_k = packing.cu_q.shape[0] - 1, packing.max_q, packing.max_k
         offset = 0
     full = (batch, q.shape[-2], len_q, len_k)
-    scales = validate.fp8(
-        q, k, v, o.precision, (o.q_descale, o.k_descale, o.v_descale), full, shard
-    )
-    precision = "fp8" if q.dtype == quant.E4M3 else o.precision
+    asked = o.precision or (None if shard or cache is not None else _forced.precision)
+    scales = validate.fp8(q, k, v, asked, (o.q_descale, o.k_descale, o.v_descale), full, shard)
+    precision = "fp8" if q.dtype == quant.E4M3 or asked == "fp8" else None
     validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
     seen = resolve(
         _mask(o), Extent(*full, offset, q.device, packing is not None or cache is not None)

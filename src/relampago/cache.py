@@ -56,7 +56,7 @@ class KVCache:
         self.v = torch.zeros(batch, room, kv_heads, dim_v or dim, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = [0] * batch
-        self._take_scales(k_scale, v_scale)
+        self._take_scales(k_scale, v_scale, (kv_heads,))
 
     @property
     def batch(self) -> int:
@@ -109,18 +109,20 @@ class KVCache:
         named = {"k_descale": self.k_scale, "v_descale": self.v_scale}
         return {name: t.expand(self.batch, -1) for name, t in named.items() if t is not None}
 
-    def _take_scales(self, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-        """Check the scales, and keep them; none where keys are not e4m3."""
-        heads = (self.k.shape[2],)
+    def _take_scales(
+        self, k_scale: Tensor | None, v_scale: Tensor | None, *shapes: tuple[int, ...]
+    ) -> None:
+        """Check the scales, which have one of these shapes, and keep them; none where keys are not e4m3."""
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if self.k.dtype != E4M3:
                 fits, expected = scale is None, f"None, as keys are {self.k.dtype}"
             else:
+                kind = (torch.float32, self.k.device)
                 fits = isinstance(scale, Tensor) and (
-                    (tuple(scale.shape), scale.dtype, scale.device)
-                    == (heads, torch.float32, self.k.device)
+                    tuple(scale.shape) in shapes and (scale.dtype, scale.device) == kind
                 )
-                expected = f"{heads} torch.float32 {self.k.device}, as keys are {E4M3}"
+                either = " or ".join(map(str, shapes))
+                expected = f"{either} torch.float32 {self.k.device}, as keys are {E4M3}"
             if not fits:
                 shown = isinstance(scale, Tensor)
                 got = f"{tuple(scale.shape)} {scale.dtype} {scale.device}" if shown else repr(scale)
@@ -370,8 +372,8 @@ class CacheView(KVCache):
         v: likewise, of head dim E.
         lengths: int32 (B,): how many keys each sequence holds.
         page_table: int32 (B, most): a sequence's pages in order; entries beyond its length may be anything.
-        k_scale: as in `KVCache`, where k is float8_e4m3fn.
-        v_scale: likewise.
+        k_scale: fp32 (G,) or (B, G), what keys are multiplied by, where k is float8_e4m3fn.
+        v_scale: likewise of v.
 
     Raises:
         InvalidInput: a shape, dtype or device is wrong; the message names it.
@@ -405,7 +407,7 @@ class CacheView(KVCache):
             raise InvalidInput(f"lengths has {lengths.shape[0]} entries; expected {batch}")
         self.k, self.v, self.lengths, self.page_table = k, v, lengths, page_table
         self.room = k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
-        self._take_scales(k_scale, v_scale)
+        self._take_scales(k_scale, v_scale, (k.shape[2],), (batch, k.shape[2]))
 
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> None:
         """Refused: whoever keeps the cache appends to it.

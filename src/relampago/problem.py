@@ -6,6 +6,7 @@ import ast
 import functools
 import math
 import platform
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -40,6 +41,12 @@ class Device:
 
     def __str__(self) -> str:
         return self.arch if self.kind != "cpu" else "cpu"
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether its kernels can read e4m3 numbers; a CPU's do."""
+        sm = re.fullmatch(r"sm(\d+)", self.arch)
+        return self.arch != "gfx942" and (sm is None or int(sm[1]) >= 89)
 
     @staticmethod
     @functools.lru_cache(maxsize=64)

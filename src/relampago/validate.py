@@ -252,11 +252,17 @@ def extras(
         )
 
 
+def precision(name: Any) -> None:
+    """The name of a precision, or None."""
+    fits = name in (None, "full", "fp8")
+    require([("precision", ("is {!r}", name), "None, 'full' or 'fp8'", fits)])
+
+
 def fp8(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    precision: Any,
+    asked: Any,
     descales: tuple[Any, Any, Any],
     full: tuple[int, int, int, int],
     shard: bool,
@@ -264,15 +270,15 @@ def fp8(
     """Precision and scales; full = (B, H, Lq, Lk). Scales come back as (B, heads of the tensor, blocks or 1)."""
     batch, _, len_q, len_k = full
     wide = q.dtype == torch.float64
+    precision(asked)
     require(
         [
-            ("precision", ("is {!r}", precision), "None or 'fp8'", precision in (None, "fp8")),
-            ("precision", "is 'fp8'", "None where q is fp64", not (wide and precision)),
+            ("precision", "is 'fp8'", "None where q is fp64", not (wide and asked == "fp8")),
             (
                 "precision",
                 "is 'fp8' for one shard",
                 "None: shards are fp32",
-                not (shard and precision),
+                not (shard and asked == "fp8"),
             ),
             ("q", "is e4m3 for one shard", "bf16 or wider", not (shard and q.dtype == E4M3)),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+import relampago as rl
 import relampago.integrations.transformers as integration
 
 VOCAB, LENGTH = 48, 11
@@ -353,3 +355,16 @@ def test_flattened_batches_with_cu_seq_lens() -> None:
             q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], attn_mask=mask, enable_gqa=True
         )
         torch.testing.assert_close(got[:, a:b], want.transpose(1, 2))
+
+
+def test_precision_of_a_whole_model(monkeypatch) -> None:
+    """`using(precision="fp8")` is the word given in every layer, and a cast in all of them."""
+    model = build("Llama")
+    model.set_attn_implementation("relampago")
+    plain = model(ids()).logits
+    with rl.using(precision="fp8"):
+        found = model(ids()).logits
+    module = "relampago.integrations.transformers.attention.attention"
+    monkeypatch.setattr(module, partial(rl.attention, precision="fp8"))
+    assert torch.equal(found, model(ids()).logits)
+    assert not torch.equal(found, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from budget import check
 from integrations.formula import both, seen
 
 from relampago.integrations.vllm.layer import Batch, Layer, write
+from relampago.quant import E4M3
 
 H, G, D, PAGE, PAGES = 4, 2, 16, 8, 24
 needs_vllm = pytest.mark.skipif(
@@ -22,10 +24,23 @@ COUNTS, BEFORE = (
 )  # a chunk of a prompt, a token, a whole prompt, a token
 
 
+K_SCALE, V_SCALE = torch.tensor([0.01, 0.03]), torch.tensor([0.004, 0.5])  # the least saturates
+
+
+def kept(t: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What a cache keeps of tokens (L, G, D)."""
+    if scale is None:
+        return t
+    by = scale[:, None]
+    return (t / by).clamp(-448, 448).to(E4M3).float() * by
+
+
 class Step:
     """A step of an engine: what each request has had before, new tokens, and pages in no order."""
 
-    def __init__(self, counts: list[int], before: list[int], layout: str = "planes") -> None:
+    def __init__(
+        self, counts: list[int], before: list[int], layout: str = "planes", eights: bool = False
+    ) -> None:
         g = torch.Generator().manual_seed(sum(counts) + 7)
         self.counts, self.before, self.total = counts, before, sum(counts)
         self.q, self.k, self.v = (torch.randn(self.total + 3, h, D, generator=g) for h in (H, G, G))
@@ -45,9 +60,14 @@ class Step:
         else:  # vLLM 0.33: keys and values side by side, heads before tokens
             self.cache = torch.full((PAGES, G, PAGE, 2 * D), torch.nan)
             pages = self.cache.transpose(1, 2).split(D, -1)
+        self.scales = (K_SCALE, V_SCALE) if eights else (None, None)
+        if eights:  # bytes, as vLLM has them
+            self.cache = self.cache.to(E4M3).view(torch.uint8)
+            whole = self.cache.view(E4M3)
+            pages = whole.unbind(1) if layout == "planes" else whole.transpose(1, 2).split(D, -1)
         self.pages = pages
         for b, (k, v) in enumerate(self.past):
-            write(k, v, *pages, self.slots_of(b, range(before[b])))
+            write(k, v, *pages, self.slots_of(b, range(before[b])), *self.scales)
         new = [
             self.slots_of(b, range(before[b], before[b] + counts[b])) for b in range(len(counts))
         ]
@@ -65,6 +85,7 @@ class Step:
             rows = slice(int(self.cu[b]), int(self.cu[b + 1]))
             old_k, old_v = self.past[b]
             k, v = torch.cat([old_k, self.k[rows]]), torch.cat([old_v, self.v[rows]])
+            k, v = (kept(t, scale) for t, scale in zip((k, v), self.scales, strict=True))
             results = both(self.q[rows], k, v, seen(n, len(k), **mask), dtype=torch.float32, **rest)
             for result in results:
                 result["lse"] = result["out"].logsumexp(-1)
@@ -94,18 +115,31 @@ def test_a_step(name, counts, layout) -> None:
     step.agree(out, mask, scale=0.25, **rest)
 
 
+@pytest.mark.parametrize("layout", ["planes", "side by side"])
+@pytest.mark.parametrize("counts", [COUNTS, [1, 1, 1, 1]], ids=["mixed", "decode"])
+@pytest.mark.parametrize("name", ["plain", "alibi"])
+def test_a_step_with_a_cache_in_e4m3(name, counts, layout) -> None:
+    """Within fp32's budget of attention to what the cache keeps, saturated entries included."""
+    step = Step(counts, BEFORE, layout, eights=True)
+    write(step.k, step.v, *step.pages, step.slots, *step.scales)
+    layer, mask, rest = LAYERS[name]
+    out = layer.attend(step.q, *step.pages, step.batch(), *step.scales)
+    step.agree(out, mask, scale=0.25, **rest)
+
+
+@pytest.mark.parametrize("eights", [False, True], ids=["fp32", "e4m3"])
 @pytest.mark.parametrize("name", ["plain", "softcap", "sinks"])
-def test_a_shared_prefix_by_cascade(name) -> None:
-    step = Step(COUNTS, [20, 17, 16, 24])
+def test_a_shared_prefix_by_cascade(name, eights) -> None:
+    step = Step(COUNTS, [20, 17, 16, 24], eights=eights)
     step.table[:, :2] = step.table[0, :2]
     first = step.past[0]
     step.past = [
         tuple(torch.cat([whole[:16], own[16:]]) for whole, own in zip(first, past, strict=True))
         for past in step.past
     ]
-    write(step.k, step.v, *step.pages, step.slots)
+    write(step.k, step.v, *step.pages, step.slots, *step.scales)
     layer, mask, rest = LAYERS[name]
-    shared = layer.attend(step.q, *step.pages, step.batch(shared=16))
+    shared = layer.attend(step.q, *step.pages, step.batch(shared=16), *step.scales)
     step.agree(shared, mask, scale=0.25, **rest)
 
 
@@ -162,10 +196,17 @@ class TestVllmsOwnClasses:
             "device_capability": DeviceCapability(9, 0),
         }  # fmt: skip
         assert backend.validate_configuration(**words) == []
-        refused = backend.validate_configuration(**words | {"kv_cache_dtype": "fp8"})
+        for name in ("fp8", "fp8_e4m3"):
+            eights = {**words, "kv_cache_dtype": name, "use_per_head_quant_scales": True}
+            assert backend.validate_configuration(**eights) == []
+            refused = backend.validate_configuration(
+                **eights | {"device_capability": DeviceCapability(8, 0)}
+            )
+            assert refused == ["a KV cache in FP8 needs a machine that has e4m3 (sm89 or newer)"]
+        refused = backend.validate_configuration(**words | {"kv_cache_dtype": "fp8_e5m2"})
         assert refused == ["kv_cache_dtype not supported"]
-        with pytest.raises(NotImplementedError, match="fp8"):
-            self.impl(kv_cache_dtype="fp8")
+        with pytest.raises(NotImplementedError, match="fp8_e5m2"):
+            self.impl(kv_cache_dtype="fp8_e5m2")
 
     @pytest.mark.parametrize("counts", [COUNTS, [1, 1, 1, 1]], ids=["mixed", "decode"])
     @pytest.mark.parametrize(
@@ -187,6 +228,29 @@ class TestVllmsOwnClasses:
         rest = {"softcap": words.get("logits_soft_cap", 0.0), "sinks": words.get("sinks")}
         step.agree(output, mask, scale=0.25, **rest)
         assert (impl.forward(None, step.q, step.k, step.v, step.cache, None, output) == 0).all()
+
+    @pytest.mark.parametrize("per_head", [False, True])
+    @pytest.mark.parametrize("counts", [COUNTS, [1, 1, 1, 1]], ids=["mixed", "decode"])
+    def test_a_layer_with_a_cache_in_e4m3(self, counts, per_head) -> None:
+        """A layer's scales are fp32 scalars, as vLLM's `set_default_quant_scales` registers them, or one per head."""
+        from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+        layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.03))
+        step = Step(counts, BEFORE, self.layout(), eights=True)
+        if per_head:
+            layer._k_scale, layer._v_scale = step.scales
+        else:
+            step.scales = torch.full((G,), 0.02), torch.full((G,), 0.03)
+            for b, past in enumerate(step.past):  # cast anew
+                write(*past, *step.pages, step.slots_of(b, range(step.before[b])), *step.scales)
+        backend, impl = self.impl(kv_cache_dtype="fp8")
+        assert step.cache.dtype == STR_DTYPE_TO_TORCH_DTYPE["fp8"]
+        impl.do_kv_cache_update(layer, step.k, step.v, step.cache, step.slots)
+        output = torch.empty(step.total + 3, H, D)
+        impl.forward(
+            layer, step.q, step.k, step.v, step.cache, self.metadata(backend, step), output
+        )
+        step.agree(output, {"causal": True}, scale=0.25)
 
     def test_encoders(self) -> None:
         step = Step([7, 1, 5, 1], [0, 0, 0, 0])

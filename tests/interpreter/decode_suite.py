@@ -217,16 +217,26 @@ def under(backend, function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("kind", ["cache", "page16", "page7"])
+@pytest.mark.parametrize(("kind", "splits"), [
+    ("cache", 1), ("cache", 2), ("page16", 1), ("page16", 2), ("page7", 1), ("page7", 2),
+    ("cache", None), ("page7", None), ("packed", None),
+])  # fmt: skip
 def test_keys_in_e4m3(kind, splits, device) -> None:
-    """bf16 queries of any size are multiplied as fp16."""
-    x = arrays(kind, 2, torch.float16, device, softcap=3.0 if kind == "page7" else None)
+    """Scales per sequence and head; without splits by the forward kernel, as prompts are.
+
+    bf16 queries of any size are multiplied as fp16.
+    """
+    place = "page7" if kind == "packed" else kind
+    x = arrays(place, 2, torch.float16, device, softcap=3.0 if place == "page7" else None)
     if kind == "cache":
         x = replace(x, q=x.q.bfloat16() * 2.0**20, scale=x.scale * 2.0**-20)
     scales = torch.linspace(0.1, 0.5, B * G, device=device).view(B, G, 1)
     x = replace(x, k=x.k.to(E4M3), v=x.v.to(E4M3), k_scale=scales, v_scale=2 * scales)
-    got = dict(zip(("out", "lse"), decode(x, PLAN, splits=splits), strict=True))
+    if kind == "packed":
+        cu = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=device)
+        x = replace(x, q=x.q.flatten(0, 1), cu_q=cu)
+    found = forward(x, PLAN_FORWARD) if splits is None else decode(x, PLAN, splits=splits)
+    got = dict(zip(("out", "lse"), found, strict=True))
     standard, oracle = (
         dict(zip(("out", "lse"), emulation.run(x, partial(attend, dtype=dtype)), strict=True))
         for dtype in (x.q.dtype, torch.float64)

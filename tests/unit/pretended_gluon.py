@@ -8,6 +8,7 @@ A protocol fault shows as a deadlock or as a wrong result.
 from __future__ import annotations
 
 import random
+import re
 import threading
 import types
 from typing import Any
@@ -126,6 +127,22 @@ class Tensor:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def map(self, f: Any) -> Tensor:
+        """Another shape."""
+        return Tensor(f(self.a))
+
+
+class Twos(Tensor):
+    """16-bit integers whose two bytes are numbers of 8 bits: the lowest first."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        super().__init__(parts[0])
+        self.parts = parts
+
+    def map(self, f: Any) -> Twos:
+        """Another shape."""
+        return Twos([f(part) for part in self.parts])
+
 
 def _operator(name: str) -> Any:
     def apply(self: Tensor, other: Any) -> Tensor:
@@ -166,11 +183,25 @@ class Memory:
         assert start + length <= self.a.shape[dim]
         return Memory(self.a[(slice(None),) * dim + (slice(start, start + length),)])
 
+    def reinterpret(self, dtype: str, shape: list[int], layout: Any) -> Pairs:
+        assert dtype == "int16"
+        return Pairs(self.reshape([*shape, 2]).a)
+
     def load(self, layout: Any) -> Tensor:
         return Tensor(self.a.copy())
 
     def store(self, value: Tensor) -> None:
         self.a[...] = value.a
+
+
+class Pairs(Memory):
+    """Shared memory of numbers of 8 bits, seen as 16-bit integers."""
+
+    def load(self, layout: Any) -> Twos:
+        return Twos([self.a[..., 0].copy(), self.a[..., 1].copy()])
+
+    def store(self, value: Any) -> None:
+        self.a[...] = np.stack(value.parts, -1)
 
 
 class Barrier:
@@ -278,14 +309,16 @@ class Descriptor:
 def make_language() -> types.ModuleType:
     gl = types.ModuleType("language")
     gl.constexpr = lambda x: x
-    gl.tensor = gl.shared_memory_descriptor = object
-    for name in ("float32", "int32", "int64", "bfloat16", "float16", "float8e4nv"):
+    gl.tensor, gl.shared_memory_descriptor = object, Memory
+    for name in ("float32", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float8e4nv"):
         setattr(gl, name, name)
     for name in (
         "BlockedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout",
+        "DistributedLinearLayout",
     ):  # fmt: skip
         setattr(gl, name, lambda *a, **k: None)
-    gl.NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda block, dtype: None)
+    gl.NVMMASharedLayout = lambda *a, **k: None
+    gl.NVMMASharedLayout.get_default_for = lambda block, dtype: None
     gl.num_warps = lambda: 4
     gl.static_range = range
     gl.program_id = lambda axis: M.here.program
@@ -297,10 +330,10 @@ def make_language() -> types.ModuleType:
     gl.full = lambda shape, value, dtype, layout: Tensor(np.full(shape, value))
     gl.arange = lambda start, end, layout: Tensor(np.arange(start, end))
     gl.expand_dims = lambda x, axis: Tensor(np.expand_dims(x.a, axis))
-    gl.reshape = lambda x, shape: Tensor(x.a.reshape(shape))
+    gl.reshape = lambda x, shape: x.map(lambda a: a.reshape(shape))
+    gl.permute = lambda x, order: x.map(lambda a: a.transpose(order))
     gl.split = lambda x: (Tensor(x.a[..., 0]), Tensor(x.a[..., 1]))
     gl.join = lambda x, y: Tensor(np.stack([x.a, y.a], axis=-1))
-    gl.permute = lambda x, order: Tensor(x.a.transpose(order))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
     gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
@@ -345,6 +378,8 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return _words(args)
     if text.startswith("mov.b32 $0"):
         return _bytes_of(args[0])
+    if text.startswith("prmt"):
+        return _permuted(text, args[0])
     if "vote.sync" in text:
         return args[0] * args[1]
     if text.startswith("bar."):
@@ -355,6 +390,14 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return None
     assert "st.volatile" in text
     return args[0]
+
+
+def _permuted(text: str, x: Twos) -> Twos:
+    """Byte permutations of two registers, which are four 16-bit integers: the last two dimensions."""
+    four = [part.reshape(*part.shape[:-2], 4) for part in x.parts]
+    octet = [four[n % 2][..., n // 2] for n in range(8)]
+    picked = [octet[int(n)] for word in re.findall("0x([0-7]{4})", text) for n in reversed(word)]
+    return Twos([np.stack(picked[i::2], -1).reshape(x.parts[0].shape) for i in (0, 1)])
 
 
 def _words(four: list[Any]) -> Any:

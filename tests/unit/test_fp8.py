@@ -170,7 +170,7 @@ Q8, KV8 = Q.to(quant.E4M3), KV.to(quant.E4M3)
 ONES = torch.ones(2, 2)
 EIGHTS = {"q": Q8, "k": KV8, "v": KV8, "q_descale": ONES, "k_descale": ONES, "v_descale": ONES}
 BAD = {
-    "precision": ({"precision": "int8"}, "precision is 'int8'; expected None or 'fp8'"),
+    "precision": ({"precision": "int8"}, "precision is 'int8'; expected None, 'full' or 'fp8'"),
     "fp64": ({"q": Q.double(), "k": KV.double(), "v": KV.double(), "precision": "fp8"},
              "precision is 'fp8'; expected None where q is fp64"),
     "missing": ({**EIGHTS, "k_descale": None}, "k_descale is None; expected fp32 scales, as k is torch.float8_e4m3fn"),
@@ -206,31 +206,65 @@ def test_no_gradient_of_what_is_cast_already() -> None:
         out.sum().backward()
 
 
-def test_flash_attention_3_on_hopper(monkeypatch) -> None:
-    """Its names hand e4m3 and descales on where a card multiplies them; elsewhere they are cast to bf16, exactly."""
-    from relampago.flash_attn import interface3, options
+def test_using_reaches_every_door() -> None:
+    """SDPA, Transformers' function and flash-attn's names follow; warm calls do, and "full" does not."""
+    from relampago import flash_attn
+    from relampago.integrations.sdpa import scaled_dot_product_attention
 
     g = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(2, 50, h, 32, generator=g).to(quant.E4M3) for h in (4, 2, 2))
-    scale = torch.rand(2, 2, generator=g) + 0.5
-    elsewhere = interface3.flash_attn_func(q, k, v, causal=True, k_descale=scale)
-    monkeypatch.setattr(options.Device, "of", staticmethod(lambda _: DEVICES["sm90"]))
-    handed: list[dict] = []
-    real = rl.attention
+    q, k, v = (torch.randn(2, 50, 4, 32, generator=g).bfloat16() for _ in range(3))
+    plain, want = (rl.attention(q, k, v, precision=word) for word in ("full", "fp8"))
+    assert not torch.equal(plain, want)
+    cu = torch.tensor([0, 50, 100], dtype=torch.int32)
+    doors = {
+        "attention": lambda **w: rl.attention(q, k, v, **w),
+        "varlen": lambda **w: rl.attention_varlen(
+            *(t.flatten(0, 1) for t in (q, k, v)), cu, cu, 50, 50, **w
+        ).view_as(want),
+        "flash_attn": lambda: flash_attn.flash_attn_func(q, k, v),
+        "sdpa": lambda: scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v))
+        ).transpose(1, 2),
+    }
+    for door in doors.values():
+        for _ in range(2):  # the second is a warm call
+            assert torch.equal(door(), plain)
+            with rl.using(precision="fp8"):
+                assert torch.equal(door(), want)
+                with rl.using(backend="cpu"):
+                    assert torch.equal(door(), want)
+                with rl.using(precision="full"):
+                    assert torch.equal(door(), plain)
+                assert torch.equal(doors["varlen"](precision="full"), plain)
+    with rl.using(precision="fp8"):
+        assert rl.explain(q, k, v).problem.fp8 == "products"
+        with pytest.raises(rl.InvalidInput, match="return_max_logits is True with FP8 products"):
+            rl.attention(q, k, v, return_max_logits=True)
+    with pytest.raises(rl.InvalidInput, match="precision is 'int8'"), rl.using(precision="int8"):
+        pass
 
-    def attention(q, k, v, **options):
-        handed.append({"dtype": q.dtype, **options})
-        monkeypatch.undo()
-        return real(q, k, v, **options)
 
-    monkeypatch.setattr("relampago.flash_attn.functions.attention", attention)
-    out = interface3.flash_attn_func(q, k, v, causal=True, k_descale=scale)
-    assert handed[0]["dtype"] == quant.E4M3
-    assert torch.equal(handed[0]["k_descale"], scale)
-    assert torch.equal(handed[0]["q_descale"], torch.ones(2, 2))
-    assert out.dtype == torch.bfloat16
-    assert not torch.equal(out, elsewhere)  # weights are rounded to e4m3 on the way
-    torch.testing.assert_close(out, elsewhere, atol=2.0**-4, rtol=2.0**-4)
+def test_using_leaves_alone_what_has_a_precision_of_its_own() -> None:
+    """Shards, caches, statistics, and a backward outside: all as without."""
+    from relampago import statistics
+    from relampago.cache import KVCache
+
+    g = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(2, 9, 4, 32, generator=g).bfloat16().requires_grad_() for _ in range(3))
+
+    def results():
+        cache = KVCache(2, 20, 4, 32)
+        return (
+            *rl.partial(q, k, v), rl.attention_decode(q, cache, k.detach(), v.detach()), statistics.rows(q, k).entropy,
+        )  # fmt: skip
+
+    before = results()
+    with rl.using(precision="fp8"):
+        assert all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
+        out = rl.attention(q, k, v)
+    dout = torch.randn(out.shape, generator=g).bfloat16()
+    found = (torch.autograd.grad(o, (q, k, v), dout) for o in (out, rl.attention(q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from relampago.api import attention
-from relampago.flash_attn.options import (
-    chunk_starts,
-    chunked,
-    dequantised,
-    fp8_scales,
-    options_of,
-    scaled,
-)
+from relampago.flash_attn.fp8 import descales_of, products, readable, scaled
+from relampago.flash_attn.options import chunk_starts, chunked, options_of
 from relampago.flash_attn.probabilities import signed_probabilities
 from relampago.integrations.refusals import expect, refuses
 
@@ -64,9 +58,9 @@ def flash_attn_func(
         return_attn_probs: also return LSE (B, H, Lq) and S_dmask: the weights with the sign of dropout, O(N²), or an
             empty tensor without dropout.
         qv: (B, Lq, H, E), adds qv·vᵀ to the scores.
-        q_descale: (B, G), the scale of FP8 queries.
-        k_descale: (B, G), of keys.
-        v_descale: (B, G), of values.
+        q_descale: fp32 (B, G), the scale of FP8 queries; 1 if None.
+        k_descale: likewise of keys.
+        v_descale: likewise of values.
         attention_chunk: rows see keys of their own chunk of this size only; 0 is off.
         num_splits: accepted.
         pack_gqa: accepted.
@@ -85,11 +79,12 @@ def flash_attn_func(
         q.ndim,
         k.ndim,
     )
-    descales, v_scale = (q_descale, k_descale, v_descale), None
+    batch, of_out = q.shape[0], None
+    descales = descales_of(q, k, v, (q_descale, k_descale, v_descale), batch)
     simple = qv is alibi_slopes is None and not (dropout_p or attention_chunk)
-    eights = fp8_scales(q, k, v, descales, simple)
+    eights = products(q, k, v, descales, batch, simple)
     if eights is None:
-        q, k, v, v_scale = dequantised(q, k, v, qv, descales)
+        q, k, v, *_, of_out = readable(q, k, v, qv, descales)
     options = options_of(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -108,7 +103,7 @@ def flash_attn_func(
         q, k, v, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic or None,
         return_lse=True, **options, **(eights or {}),
     )  # fmt: skip
-    out = scaled(out, None, v_scale)
+    out = scaled(out, None, of_out)
     if not return_attn_probs:
         return out
     if seed is None:

@@ -14,14 +14,8 @@ from torch import Tensor
 
 from relampago.cache import CacheView
 from relampago.decode import attention_decode
-from relampago.flash_attn.options import (
-    chunk_starts,
-    chunked,
-    dequantised,
-    options_of,
-    scaled,
-    sequence_of,
-)
+from relampago.flash_attn.fp8 import FP8, Readable, descales_of, put, readable, scaled
+from relampago.flash_attn.options import chunk_starts, chunked, options_of, sequence_of
 from relampago.flash_attn.rotary import rotate_at
 from relampago.integrations.refusals import expect, refuses
 
@@ -124,6 +118,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, s_aux=s_aux,
     )  # fmt: skip
+    descales = descales_of(q, k_cache, v_cache, (q_descale, k_descale, v_descale), batch)
     with torch.no_grad():
         if rotary_cos is not None:
             q, k = turned(
@@ -134,10 +129,9 @@ def flash_attn_with_kvcache(
         if k is not None and v is not None:
             counts = append(k_cache, v_cache, k, v, before, room, cu_seqlens_k_new)
             lengths = before + counts
-        q, keys, values, v_scale = dequantised(
-            q, k_cache, v_cache, qv, (q_descale, k_descale, v_descale), cu_seqlens_q
-        )
-        view = view_of(keys, values, lengths, room, cache_leftpad)
+        call = readable(q, k_cache, v_cache, qv, descales, cu_seqlens_q, cached=True)
+        view = view_of(call, lengths, room, cache_leftpad)
+        q = call.q
         if cu_seqlens_q is None:
             rows, counts_q = q.shape[1], q.shape[1]
         else:
@@ -152,7 +146,7 @@ def flash_attn_with_kvcache(
             {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": rows}
         )
         out, lse = attention_decode(q, view, return_lse=True, **packed, **options)
-        out = scaled(out, cu_seqlens_q, v_scale)
+        out = scaled(out, cu_seqlens_q, call.of_out)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -241,6 +235,7 @@ def turned(
     """q and the new keys, turned by their positions."""
     cos, sin = tables
     expect(k is not None, "k is None; expected new keys where rotary_cos is given")
+    expect(q.dtype not in FP8, "q is {}; expected bf16 or wider where rotary_cos is given", q.dtype)
     expect(sin is not None, "rotary_sin is None; expected it where rotary_cos is given")
     assert k is not None
     assert sin is not None
@@ -311,16 +306,17 @@ def append(
             tuple(cache.shape[2:]),
             cache.dtype,
         )
-        cache[pages, place % room.page] = new
+        put(cache, (pages, place % room.page), new)
     return counts
 
 
-def view_of(k: Tensor, v: Tensor, lengths: Tensor, room: Room, leftpad: Tensor | None) -> CacheView:
+def view_of(call: Readable, lengths: Tensor, room: Room, leftpad: Tensor | None) -> CacheView:
     """The cache as `attention_decode` reads it."""
+    k, v, scales = call.k, call.v, (call.k_scale, call.v_scale)
     if leftpad is None:
         if room.pages is None:
             k, v = k[: lengths.shape[0]], v[: lengths.shape[0]]
-        return CacheView(k, v, lengths, room.pages)
+        return CacheView(k, v, lengths, room.pages, *scales)
     first = leftpad[:, None].long() + torch.arange(room.room, device=k.device)
     first = first.clamp(max=room.room - 1)
     owner = (
@@ -328,4 +324,4 @@ def view_of(k: Tensor, v: Tensor, lengths: Tensor, room: Room, leftpad: Tensor |
     )
     table = (owner * room.room + first).to(torch.int32)
     k, v = (t.flatten(0, 1).unsqueeze(1) for t in (k, v))
-    return CacheView(k, v, (lengths - leftpad).clamp(min=0), table)
+    return CacheView(k, v, (lengths - leftpad).clamp(min=0), table, *scales)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relampago.integrations.refusals import expect
 from relampago.mods import ScoreMod, zero
-from relampago.problem import Device
-
-FP8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
 
 
 def options_of(
@@ -83,92 +75,6 @@ def _inside(score, q, k, head, args, math):
 
 def _slope(score, q, k, head, args, math):
     return math.where((k >= args[0]) & (k < args[0] + args[1]), 1.0, 0.0)
-
-
-def fp8_scales(
-    q: Tensor, k: Tensor, v: Tensor, descales: tuple[Any, Any, Any], simple: bool
-) -> dict[str, Any] | None:
-    """The scales with which a Hopper card multiplies e4m3 as it is; None where `dequantised` is to make it bf16.
-
-    Args:
-        q: (…, H, D).
-        k: (…, G, D).
-        v: (…, G, E).
-        descales: of q, k and v: (B, G) each, or None for 1.
-        simple: whether the call has nothing that FP8's kernel does not know.
-    """
-    eights = all(t.dtype == torch.float8_e4m3fn for t in (q, k, v))
-    if not (
-        simple
-        and eights
-        and Device.of(q.device).arch == "sm90"
-        and q.shape[-1] <= 256 >= v.shape[-1]
-    ):
-        return None
-    given = [scale for scale in descales if scale is not None]
-    batch = given[0].shape[0] if given else q.shape[0]
-    ones = torch.ones(batch, k.shape[-2], dtype=torch.float32, device=q.device)
-    names = ("q_descale", "k_descale", "v_descale")
-    return {name: ones if t is None else t for name, t in zip(names, descales, strict=True)}
-
-
-class Plain(NamedTuple):
-    """A call without FP8: the scales of q and k are in q, that of v waits for the output."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    v_descale: Tensor | None
-
-
-def dequantised(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None,
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    cu_seqlens_q: Tensor | None = None,
-) -> Plain:
-    """FP8 as bf16, and `qv` folded in: scores q·kᵀ + qv·vᵀ are one product of wider heads.
-
-    A cast loses nothing, and scales are linear: those of q and k go to q, so keys and values may lie in pages that
-    sequences share. As in FlashAttention-3, scales of what is not FP8 count for nothing.
-
-    Args:
-        q: (B, Lq, H, D), or packed (Tq, H, D) with cu_seqlens_q.
-        k: keys, however they lie.
-        v: values.
-        qv: like q, of v's head dim; or None.
-        descales: of q, k and v: (B, G) each, or None for 1.
-        cu_seqlens_q: where sequences begin in packed queries.
-    """
-    of_q, of_k, of_v = (
-        scale if t.dtype in FP8 else None for t, scale in zip((q, k, v), descales, strict=True)
-    )
-    q = scaled(_wide(q), cu_seqlens_q, of_q, of_k)
-    k, v = _wide(k), _wide(v)
-    if qv is not None:
-        qv = scaled(_wide(qv), cu_seqlens_q, of_q, of_v)
-        q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
-    return Plain(q, k, v, of_v)
-
-
-def scaled(tensor: Tensor, cu_seqlens: Tensor | None, *scales: Tensor | None) -> Tensor:
-    """Queries or outputs times scales per sequence and kv head, rounded once."""
-    given = [scale.float() for scale in scales if scale is not None]
-    if not given:
-        return tensor
-    factor = math.prod(given[1:], start=given[0])
-    factor = factor.repeat_interleave(tensor.shape[-2] // factor.shape[-1], -1)  # [B, H]
-    if cu_seqlens is None:
-        factor = factor[:, None]
-    else:
-        factor = factor[sequence_of(cu_seqlens, tensor.shape[0])]
-    return (tensor.float() * factor[..., None]).to(tensor.dtype)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.dtype in FP8 else tensor
 
 
 def sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:

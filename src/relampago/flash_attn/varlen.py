@@ -10,15 +10,9 @@ from torch import Tensor
 from relampago.api import attention_varlen
 from relampago.cache import CacheView
 from relampago.decode import attention_decode
+from relampago.flash_attn.fp8 import descales_of, picked, products, readable, scaled
 from relampago.flash_attn.functions import unpacked
-from relampago.flash_attn.options import (
-    chunk_starts,
-    chunked,
-    dequantised,
-    options_of,
-    scaled,
-    sequence_of,
-)
+from relampago.flash_attn.options import chunk_starts, chunked, options_of, sequence_of
 from relampago.flash_attn.probabilities import signed_probabilities_packed
 from relampago.integrations.refusals import expect, refuses
 
@@ -93,7 +87,12 @@ def flash_attn_varlen_func(
     """
     paged = block_table is not None
     longest = (_int(max_seqlen_q), _int(max_seqlen_k))
-    q, k, v, v_scale = dequantised(q, k, v, qv, (q_descale, k_descale, v_descale), cu_seqlens_q)
+    batch, scales, of_out = cu_seqlens_q.shape[0] - 1, (), None
+    descales = descales_of(q, k, v, (q_descale, k_descale, v_descale), batch)
+    simple = qv is alibi_slopes is None and not (paged or dropout_p or attention_chunk)
+    eights = products(q, k, v, descales, batch, simple)
+    if eights is None:
+        q, k, v, *scales, of_out = readable(q, k, v, qv, descales, cu_seqlens_q, cached=paged)
     options = options_of(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, s_aux=s_aux,
@@ -101,10 +100,10 @@ def flash_attn_varlen_func(
     place = None
     if seqused_q is not None:
         source, cu_seqlens_q, place = compaction(cu_seqlens_q, seqused_q, q.shape[0])
-        q = q.index_select(0, source)
+        q = picked(q, source)
     if seqused_k is not None and not paged:
         source, cu_seqlens_k, _ = compaction(cu_seqlens_k, seqused_k, k.shape[0])
-        k, v = k.index_select(0, source), v.index_select(0, source)
+        k, v = picked(k, source), picked(v, source)
     lengths = seqused_k if paged and seqused_k is not None else cu_seqlens_k.diff()
     if attention_chunk:
         starts = chunk_starts(longest[0], lengths - cu_seqlens_q.diff(), attention_chunk, q)
@@ -112,7 +111,7 @@ def flash_attn_varlen_func(
     dropped = None
     if block_table is not None:
         expect(not dropout_p, "dropout_p is {}; expected 0 with a block_table", dropout_p)
-        view = CacheView(k, v, lengths.to(torch.int32), block_table)
+        view = CacheView(k, v, lengths.to(torch.int32), block_table, *scales)
         out, lse = attention_decode(
             q, view, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest[0], return_lse=True, **options
         )
@@ -120,9 +119,9 @@ def flash_attn_varlen_func(
         dropped = torch.randint(2**62, (), device=q.device) if dropout_p else None
         out, lse = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p=dropout_p, dropout_seed=dropped,
-            deterministic=deterministic or None, return_lse=True, **options,
+            deterministic=deterministic or None, return_lse=True, **options, **(eights or {}),
         )  # fmt: skip
-    out = scaled(out, cu_seqlens_q, v_scale)
+    out = scaled(out, cu_seqlens_q, of_out)
     if place is not None:
         out, lse = spread(out, lse, place)
     if not return_attn_probs:

@@ -68,8 +68,14 @@ def quantise(
         check_scales("scales", scales, batch, heads, blocks, x.device)
     scaled = wide / of_rows(scales, where, batch, blocks)[..., None]
     scaled = torch.where(owned[:, None, None], scaled, 0.0)
-    values = scaled.clamp(-LARGEST, LARGEST).to(E4M3).view(x.shape)
-    return Quantised(values, scales, (scaled.abs() > BEYOND).sum() if count else None)
+    return Quantised(
+        saturated(scaled).view(x.shape), scales, (scaled.abs() > BEYOND).sum() if count else None
+    )
+
+
+def saturated(scaled: Tensor) -> Tensor:
+    """e4m3 of numbers that are divided by their scales already; what is beyond the range becomes ±448."""
+    return scaled.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def dequantise(

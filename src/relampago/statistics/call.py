@@ -41,7 +41,9 @@ def lower(
         packing = Packing(*(options[name] for name in PACKED))
         if offset is not None:
             raise InvalidInput(f"offset is {offset}; expected None with packed sequences")
-    shaping = Options(**{name: value for name, value in options.items() if name in SHAPING})
+    shaping = Options(
+        **{name: value for name, value in options.items() if name in SHAPING}, precision="full"
+    )
     v = k[..., :1] if isinstance(k, Tensor) and k.ndim else k
     call = prepare(q, k, v, shaping, packing=packing, offset=offset, shard=lse is not None)
     if lse is not None:

@@ -59,7 +59,8 @@ def send_values(
 def send_rows(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, tile, turn,
     stage_k, phase_k, stage_v, phase_v, WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr,
-    STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, ROTATE: gl.constexpr,
+    STAGES: gl.constexpr, STAGES_V: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr,
+    LISTED: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """All loads of a tile, and which is the next."""
     PART: gl.constexpr = ROWS // PACK
@@ -84,16 +85,16 @@ def send_rows(
         send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         send_values(values, v_desc, stage_v, phase_v, tile.k, v0, g, PACKED, v_rest)
-        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+        stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
     send_values(values, v_desc, stage_v, phase_v, tile.k, k0, g, PACKED, v_rest)
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
     return following, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
 def produce(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, band, extra,
-    WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, STAGES_V: gl.constexpr,
     SCHEDULE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this block of threads."""
@@ -108,7 +109,7 @@ def produce(
             if tile.row_tile * (WGS * ROWS // PACK) < tile.q.length:
                 number, stage_k, phase_k, stage_v, phase_v = send_rows(
                     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter,
-                    size, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES,
+                    size, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, STAGES_V,
                     SCHEDULE, PACKED, LISTED, ROTATE,
                 )  # fmt: skip
                 turn += 1
@@ -117,7 +118,7 @@ def produce(
         else:
             number, stage_k, phase_k, stage_v, phase_v = send_rows(
                 queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, SCHEDULE,
+                tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, STAGES_V, SCHEDULE,
                 PACKED, LISTED, ROTATE,
             )  # fmt: skip
             turn += 1

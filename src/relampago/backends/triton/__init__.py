@@ -142,15 +142,12 @@ class Triton:
         return None
 
     def _refuse_fp8(self, p: Problem) -> str | None:
-        """Keys in e4m3: decoding only, where the machine has the format."""
+        """Keys in e4m3: where the machine has the format, and nothing but attention is asked."""
         if p.fp8 != "cache":
             return None
-        sm = re.fullmatch(r"sm(\d+)", p.device.arch)
-        if p.device.arch == "gfx942" or (sm is not None and int(sm[1]) < 89):
+        if not p.device.has_e4m3:
             return f"FP8 keys in a cache need sm89, gfx950 or newer, got {p.device.arch}"
-        from relampago.backends.triton.decode import applies
-
-        return None if applies(p) else "knows FP8 keys in a cache for a few queries each only"
+        return f"does not know {p.statistic} of FP8 keys" if p.statistic else None
 
     def _refuse_mods(self, p: Problem) -> str | None:
         if not p.mods:

@@ -200,6 +200,13 @@ def lay_of(x: Arrays) -> Lay:
     return Lay(x.cu_q, x.cu_k, x.lens_k, table, table.shape[1], x.k.shape[1], x.k.shape[0])
 
 
+def cache_scales(x: Arrays) -> tuple[Tensor | None, Tensor | None]:
+    """Scales (B, G) of keys and values in e4m3, as kernels index them."""
+    if x.k_scale is None or x.v_scale is None:
+        return None, None
+    return x.k_scale.contiguous(), x.v_scale.contiguous()
+
+
 def band_of(band: Facts) -> Band:
     """The band; tables are (B or 1, Lq)."""
     start, end = band.row_start, band.row_end

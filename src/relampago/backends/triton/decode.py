@@ -30,6 +30,7 @@ from relampago.backends.triton.tile import (
     LOG2E,
     bounds,
     finite,
+    in_fp16,
     key_origin,
     keys_of,
     load_tile,
@@ -137,20 +138,6 @@ def total_of(m, l, NATURAL: tl.constexpr):
     """LSE."""
     total = finite(m) + tl.log2(l) * (LN2 if NATURAL else 1.0)
     return total * (1.0 if NATURAL else LN2)
-
-
-@triton.jit
-def in_fp16(q1, q2, factor):
-    """Queries as fp16 with entries of at most 2, and the factor that scores then have.
-
-    Hopper turns e4m3 into fp16 two at a time, but into bf16 one by one, in a unit that takes longer than the memory.
-    A power of 2 loses nothing but what is 2^-24 of the largest entry and less.
-    """
-    top = tl.maximum(tl.max(tl.abs(q1.to(tl.float32))), tl.max(tl.abs(q2.to(tl.float32))))
-    by = tl.exp2(tl.floor(tl.log2(tl.minimum(tl.maximum(top, 2.0**-100), 2.0**100))))
-    q1 = (q1.to(tl.float32) / by).to(tl.float16)
-    q2 = (q2.to(tl.float32) / by).to(tl.float16)
-    return q1, q2, factor * by
 
 
 @triton.jit(do_not_specialize=["size", "band", "splits"])
@@ -403,8 +390,7 @@ def decode(
     launch(
         attend_part, items * splits, plan, chained,
         q, k, v, None if is_split else out, None if is_split else lse, part,
-        None if x.k_scale is None else x.k_scale.contiguous(), None if x.v_scale is None else x.v_scale.contiguous(),
-        x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
+        *A.cache_scales(x), x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
         A.strides(q), A.strides(k), A.strides(v), so, A.band_of(band),
         extra._replace(sinks=None) if is_split else extra, dim, *A.split(dim), dim_v, *A.split(dim_v),
         block_q, plan.block_k, lay.page or 0, natural, precision(x), masked, chained,

@@ -22,6 +22,7 @@ from relampago.backends.triton.tile import (
     bounds,
     edge,
     finite,
+    in_fp16,
     kept,
     key_origin,
     keys_of,
@@ -51,10 +52,10 @@ def products(
 ):  # fmt: skip
     """q · kᵀ for the keys from k0 on, unscaled: [BQ, BK]."""
     k1 = load_keys(k, box1, lay, b, g, k0, k_limit, sk, D, 0, D1, BK, MASKED)  # [BK, D1]
-    s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    s = tl.dot(q1, tl.trans(k1.to(q1.dtype)), input_precision=PRECISION)
     if D2 > 0:
         k2 = load_keys(k, box2, lay, b, g, k0, k_limit, sk, D, D1, D2, BK, MASKED)
-        s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+        s = tl.dot(q2, tl.trans(k2.to(q1.dtype)), s, input_precision=PRECISION)
     return s
 
 
@@ -90,13 +91,13 @@ def step(
     if extra.seed is not None:
         p = tl.where(kept(extra, size, b, head, rows, keys), p, 0.0)
     acc1 = acc1 * alpha[:, None]
-    p = p.to(v.dtype.element_ty)
+    p = p.to(q1.dtype)
     v1 = load_keys(v, vb1, lay, b, g, k0, k_limit, sv, E, 0, E1, BK, MASKED)  # [BK, E1]
-    acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)  # line 10
+    acc1 = tl.dot(p, v1.to(q1.dtype), acc1, input_precision=PRECISION)  # line 10
     if E2 > 0:
         acc2 = acc2 * alpha[:, None]
         v2 = load_keys(v, vb2, lay, b, g, k0, k_limit, sv, E, E1, E2, BK, MASKED)
-        acc2 = tl.dot(p, v2, acc2, input_precision=PRECISION)
+        acc2 = tl.dot(p, v2.to(q1.dtype), acc2, input_precision=PRECISION)
     return acc1, acc2, l, m_new
 
 
@@ -144,12 +145,14 @@ def query_tile(size, sparse, tile, len_q, BQ: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "band"])
 def attend(
-    q, k, v, kb1, kb2, vb1, vb2, out, lse, top, factor, size, lay, sq, sk, sv, so, sl, band, extra, sparse,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
+    q, k, v, kb1, kb2, vb1, vb2, out, lse, top, k_scale, v_scale, factor, size, lay, sq, sk, sv, so, sl, band,
+    extra, sparse, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, RESUME: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: Algorithm 1, lines 4 to 15. RESUME: go on from the out and LSE of other keys.
+
+    Keys and values in e4m3 have scales (B, G): what is loaded is exact in fp16 and bf16, and scales are linear.
 
     If FIXED, keys come in order and every tile takes the same code, so that a row's bits depend on its own sequence
     alone: tiles begin at multiples of BK, and one that is hidden from a row adds exact zeros to it.
@@ -164,6 +167,11 @@ def attend(
     first_k, len_k = keys_of(lay, size, b)
     offset = offset_of(lay, band, len_q, len_k)
     rows = q0 + tl.arange(0, BQ)[:, None]
+    scale_v = 1.0
+    if k_scale is not None:
+        of_head = b * (size.heads // size.group) + head // size.group
+        factor *= tl.load(k_scale + of_head)
+        scale_v = tl.load(v_scale + of_head)
     q += origin(sq, b, first, head)
     k += key_origin(lay, sk, b, first_k, head // size.group)
     v += key_origin(lay, sv, b, first_k, head // size.group)
@@ -171,6 +179,9 @@ def attend(
     q2 = q1
     if D2 > 0:
         q2 = load_tile(q, q0, q_end, sq.l, D, D1, D2, BQ, True)
+    if k_scale is not None:  # noqa: SIM102 (both are decided when compiled)
+        if q.dtype.element_ty == tl.bfloat16:
+            q1, q2, factor = in_fp16(q1, q2, factor)
     m = tl.full([BQ], float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
     acc1 = tl.zeros([BQ, E1], tl.float32)
@@ -235,7 +246,7 @@ def attend(
         acc1 = acc1 * alpha[:, None]
         if E2 > 0:
             acc2 = acc2 * alpha[:, None]
-    inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
+    inverse = scale_v / tl.where(l == 0.0, 1.0, l)
     if extra.seed is not None:
         inverse = inverse * extra.upscale
     out += origin(so, b, first, head)
@@ -304,7 +315,7 @@ def forward(x: Arrays, plan: Plan, fixed: bool = False) -> tuple[Tensor, Tensor]
     if plan.tma and not fixed and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
     launch(
-        attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits,
+        attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits, *A.cache_scales(x),
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
         A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band),
         A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,

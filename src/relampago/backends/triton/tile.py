@@ -187,6 +187,20 @@ def key_origin(lay, stride, b, first, g):
 
 
 @triton.jit
+def in_fp16(q1, q2, factor):
+    """Queries as fp16 with entries of at most 2, and the factor that scores then have.
+
+    Hopper turns e4m3 into fp16 two at a time, but into bf16 one by one, in a unit that takes longer than the memory.
+    A power of 2 loses nothing but what is 2^-24 of the largest entry and less.
+    """
+    top = tl.maximum(tl.max(tl.abs(q1.to(tl.float32))), tl.max(tl.abs(q2.to(tl.float32))))
+    by = tl.exp2(tl.floor(tl.log2(tl.minimum(tl.maximum(top, 2.0**-100), 2.0**100))))
+    q1 = (q1.to(tl.float32) / by).to(tl.float16)
+    q2 = (q2.to(tl.float32) / by).to(tl.float16)
+    return q1, q2, factor * by
+
+
+@triton.jit
 def table_of(band, b, rows, limit):
     """The rows' own runs of keys [start, end), like rows; empty for rows beyond limit."""
     at = tl.cast(b, tl.int64) * band.table_stride + rows

@@ -94,6 +94,7 @@ def call_of(
     options = Options(
         causal=is_causal, window=None if left is right is None else (left, right), scale=scale,
         dropout_p=dropout_p, dropout_seed=seed, alibi_slopes=alibi_slopes,
+        precision="full",  # the backward is another call, which takes this one's out and LSE
     )  # fmt: skip
     ragged = cum_seq_q is not None
     if block_table is None and seqused_k is None:

@@ -2,7 +2,7 @@
 
 vLLM calls `register` through its plugin entry point (`vllm.general_plugins`, in pyproject.toml), in every process.
 Paged keys, prompts, chunked prompts and single tokens in one batch, shared prefixes by cascade, windows, softcap,
-ALiBi, sinks, encoders and cross attention. The KV cache is fp16, bf16 or fp32: relampago's kernels know no FP8 yet.
+ALiBi, sinks, encoders and cross attention. The KV cache is fp16, bf16, fp32, or e4m3 (`--kv-cache-dtype fp8`).
 """
 
 from __future__ import annotations

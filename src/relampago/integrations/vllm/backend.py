@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,8 +20,11 @@ from vllm.v1.attention.backend import (
 )
 
 from relampago.integrations.vllm.layer import Batch, Layer, write
+from relampago.quant import E4M3
 
 SHARED = 256  # keys of a common prefix from which on a cascade pays
+EIGHTS = ("fp8", "fp8_e4m3")  # vLLM's names of a cache in e4m3, which it keeps as bytes
+ADA = (8, 9)  # the first NVIDIA machine that has e4m3
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -28,7 +32,7 @@ class RelampagoBackend(AttentionBackend):
     """What vLLM asks before it chooses."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHTS]
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod
@@ -71,6 +75,23 @@ class RelampagoBackend(AttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         """Up to 512, whatever the number."""
         return 0 < head_size <= 512
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """A scale of keys and values per head."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
+    ) -> str | None:
+        """What cannot go together: a cache in e4m3, and a machine that has none."""
+        capability = kwargs.get("device_capability") or args[-1]
+        if kv_cache_dtype in EIGHTS and (
+            tuple(capability) < ADA or current_platform.fp8_dtype() != E4M3
+        ):
+            return "a KV cache in FP8 needs a machine that has e4m3 (sm89 or newer)"
+        return None
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -170,7 +191,7 @@ class RelampagoImpl(AttentionImpl[RelampagoMetadata]):
         sinks: Tensor | None = None,
     ) -> None:
         if kv_cache_dtype not in RelampagoBackend.supported_kv_cache_dtypes:
-            raise NotImplementedError(f"relampago has no KV cache of dtype {kv_cache_dtype!r} yet")
+            raise NotImplementedError(f"relampago has no KV cache of dtype {kv_cache_dtype!r}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
@@ -188,7 +209,7 @@ class RelampagoImpl(AttentionImpl[RelampagoMetadata]):
     ) -> None:
         """Put this step's tokens into pages; vLLM calls it before `forward`, and not for layers that share a cache."""
         if self.attn_type not in ENCODERS:
-            write(key, value, *self.pages(kv_cache), slot_mapping)
+            write(key, value, *self.pages(kv_cache), slot_mapping, *self.scales(layer))
 
     def forward(
         self,
@@ -212,17 +233,26 @@ class RelampagoImpl(AttentionImpl[RelampagoMetadata]):
         if self.attn_type in ENCODERS:
             found = self.layer.attend_unpaged(query, key, value, batch)
         else:
-            found = self.layer.attend(query, *self.pages(kv_cache), batch)
+            found = self.layer.attend(query, *self.pages(kv_cache), batch, *self.scales(layer))
         output[: batch.tokens].copy_(found.view_as(output[: batch.tokens]))
         return output
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as (pages, page, G, D): one behind the other (to 0.27), or side by side in the last dim."""
+        if self.kv_cache_dtype in EIGHTS:
+            kv_cache = kv_cache.view(E4M3)
         if kv_cache.ndim == 5:
             k, v = kv_cache.unbind(1)
             return k, v
         by_token = kv_cache.transpose(1, 2)
         return by_token[..., : self.head_size], by_token[..., self.head_size :]
+
+    def scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """What keys and values in e4m3 are multiplied by, (G,): vLLM's layer has one number, or one per head."""
+        if self.kv_cache_dtype not in EIGHTS:
+            return None, None
+        k, v = (scale.reshape(-1).expand(self.num_kv_heads) for scale in (layer._k_scale, layer._v_scale))  # fmt: skip
+        return k, v
 
     def _settle(self, device: torch.device) -> None:
         """ALiBi's slopes move to the device once."""

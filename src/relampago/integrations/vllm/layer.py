@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from relampago.api import attention_varlen
 from relampago.cache import CacheView
 from relampago.decode import attention_decode
 from relampago.merge import merge
+from relampago.quant.cast import saturated
 
 
 @dataclass
@@ -64,7 +66,15 @@ class Layer:
             "alibi_slopes": self.alibi_slopes,
         }
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attention of a batch to its pages. Nothing waits for the device: it can be captured in a graph.
 
         Args:
@@ -72,14 +82,20 @@ class Layer:
             k_pages: (pages, page, G, D), any strides.
             v_pages: (pages, page, G, E).
             batch: the step.
+            k_scale: fp32 (G,), what keys are multiplied by, where pages are float8_e4m3fn.
+            v_scale: likewise of values.
 
         Returns:
             (tokens, H, E).
         """
         q = q[: batch.tokens]
+
+        def keys(lengths: Tensor, table: Tensor) -> CacheView:
+            return CacheView(k_pages, v_pages, lengths, table, k_scale, v_scale)
+
         if batch.shared and self.window is None and self.alibi_slopes is None:
-            return self._cascade(q, k_pages, v_pages, batch)
-        view = CacheView(k_pages, v_pages, batch.lengths, batch.table)
+            return self._cascade(q, keys, k_pages.shape[1], batch)
+        view = keys(batch.lengths, batch.table)
         words = {**self.options, "sinks": self.sinks, "causal": batch.causal}
         if batch.longest_q == 1 and batch.tokens == len(batch.lengths):
             return attention_decode(q[:, None], view, **words)[:, 0]
@@ -104,15 +120,14 @@ class Layer:
         words = {**self.options, "sinks": self.sinks, "causal": batch.causal}
         return attention_varlen(q, k, v, cu, cu, longest, longest, **words)
 
-    def _cascade(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+    def _cascade(
+        self, q: Tensor, keys: Callable[[Tensor, Tensor], CacheView], page: int, batch: Batch
+    ) -> Tensor:
         """All tokens attend to the shared prefix as one sequence, then each request to the rest; the parts merge."""
-        page, tokens = k_pages.shape[1], batch.tokens
-        n = batch.shared // page
-        device = q.device
-        prefix = CacheView(
-            k_pages, v_pages, torch.full((1,), n * page, dtype=torch.int32, device=device), batch.table[:1, :n]
-        )  # fmt: skip
-        rest = CacheView(k_pages, v_pages, batch.lengths - n * page, batch.table[:, n:])
+        tokens, n, device = batch.tokens, batch.shared // page, q.device
+        common = torch.full((1,), n * page, dtype=torch.int32, device=device)
+        prefix = keys(common, batch.table[:1, :n])
+        rest = keys(batch.lengths - n * page, batch.table[:, n:])
         all_rows = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         first = attention_decode(
             q, prefix, cu_seqlens_q=all_rows, max_seqlen_q=tokens, causal=False, return_lse=True, **self.options
@@ -124,8 +139,16 @@ class Layer:
         return merge(first, second)[0]
 
 
-def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Put tokens into pages, in place.
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Put tokens into pages, in place; into those of float8_e4m3fn divided by their scale, and saturated.
 
     Args:
         k: (T, G, D).
@@ -133,9 +156,15 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor)
         k_pages: (pages, page, G, D).
         v_pages: (pages, page, G, E).
         slots: int (tokens,), page · page size + place; -1 for padding, which goes to page 0, whom nobody owns.
+        k_scale: fp32 (G,), where pages are float8_e4m3fn.
+        v_scale: likewise of values.
     """
     n, page = slots.shape[0], k_pages.shape[1]
     slots = slots.clamp(min=0)
     where = (slots // page, slots % page)
-    k_pages.index_put_(where, k[:n].to(k_pages.dtype))
-    v_pages.index_put_(where, v[:n].to(v_pages.dtype))
+    for new, pages, scale in ((k[:n], k_pages, k_scale), (v[:n], v_pages, v_scale)):
+        if scale is None:
+            pages.index_put_(where, new.to(pages.dtype))
+        else:
+            cast = saturated(new.float() / scale[:, None])
+            pages.view(torch.uint8).index_put_(where, cast.view(torch.uint8))
