@@ -14,7 +14,7 @@ Named = dict[str, Tensor]
 
 def _draw(like: Tensor, g: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Random numbers that dtype can hold, so that every precision gets the same."""
-    return torch.randn(like.shape, generator=g).to(dtype).to(like.dtype)
+    return torch.randn(like.shape, generator=g).to(dtype).to(like)
 
 
 def _ready(tensors: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtype):

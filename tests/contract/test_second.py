@@ -39,8 +39,8 @@ def test_reference(name: str, compute) -> None:
     agree("reference", name, torch.float32, compute)
 
 
-def agree(backend: str, name: str, dtype: torch.dtype, compute) -> None:
-    tensors, options = find(name).make(dtype)
+def agree(backend: str, name: str, dtype: torch.dtype, compute, device: str = "cpu") -> None:
+    tensors, options = find(name).make(dtype, device)
     got = compute(lambda t, o: call(t, {**o, "backend": backend}), tensors, options, dtype)
     standard = compute(lambda t, o: dense(t, o, dtype), tensors, options, dtype)
     oracle = compute(lambda t, o: dense(t, o, torch.float64), tensors, options, torch.float64)
