@@ -32,9 +32,7 @@ def row_of(arch: str, kernel: str, row: int) -> tuple[Plan, Case]:
     return found.plan, replace(CAUSAL, dim=dim)
 
 
-def build(
-    monkeypatch: pytest.MonkeyPatch, arch: str, kernel: str, case: Case, plan: Plan
-) -> Built:
+def build(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: str, case: Case, plan: Plan) -> Built:
     """The kernel that an owner of rows or keys would launch: all inputs move, and dO does."""
     recorder = Recorder(arch, OWNERS[kernel])
     for module in (backward, backward_tangent):

@@ -161,8 +161,8 @@ class Triton:
         if wide and p.device.kind == "cuda" and p.device.shared_memory < 104 * 1024:
             return f"fp32 gradients of head dim {p.dim} need 104 KiB of shared memory"
         wide = p.dtype == "fp32" and max(p.dim, p.dim_v) > 128 and p.direction == "backward"
-        if p.moving and wide and p.device.kind == "cuda" and p.device.shared_memory < 116 * 1024:
-            return f"fp32 second derivatives of head dim {max(p.dim, p.dim_v)} need 116 KiB of shared memory"
+        if p.moving and wide and p.device.kind == "cuda" and p.device.shared_memory < 136 * 1024:
+            return f"fp32 second derivatives of head dim {max(p.dim, p.dim_v)} need 136 KiB of shared memory"
         return None
 
     def _refuse_fp8(self, p: Problem) -> str | None:

@@ -35,7 +35,7 @@ class Sources(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Of each row, laid out like LSE: what it subtracts, delta, 1 / Σ weights or None, and tangents of LSE and delta."""
+    """Of each row, laid out like LSE: what it subtracts, delta, 1 / Σ weights, and the tangents of LSE and delta."""
 
     shift: Tensor
     delta: Tensor
@@ -70,11 +70,21 @@ def backward_tangent(
     target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else dq
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     tbias, st = moving.inputs.bias, strides(along)
-    shared = (given, along, strides(given), st, row, tbias, None if tbias is None else A.part_of(tbias))
+    shared = (
+        given,
+        along,
+        strides(given),
+        st,
+        row,
+        tbias,
+        None if tbias is None else A.part_of(tbias),
+    )
     scales = (x.scale if natural else x.scale * LOG2E.value, x.scale)
     how = (natural, precision(x))
 
-    def run(kernel: Any, by_key: bool, plan: Plan, own: tuple[Tensor, ...], switches: tuple[bool, ...]):
+    def run(
+        kernel: Any, by_key: bool, plan: Plan, own: tuple[Tensor, ...], switches: tuple[bool, ...]
+    ):
         tiles, block_q = cut_queries(x, plan)
         key_tiles, block_k = cut_keys(x, plan)
         bytes_of_key = 2 * (dims[0] + dims[2]) * q.element_size()
@@ -106,9 +116,7 @@ def backward_tangent(
 
 def sources(x: Arrays, *tensors: Tensor | None) -> Sources:
     """Tensors as kernels take them: rows contiguous, in one dtype."""
-    return Sources(
-        *(None if t is None else A.rows_contiguous(t.to(x.q.dtype)) for t in tensors)
-    )
+    return Sources(*(None if t is None else A.rows_contiguous(t.to(x.q.dtype)) for t in tensors))
 
 
 def strides(given: Sources) -> Sources:

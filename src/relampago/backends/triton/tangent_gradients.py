@@ -1,9 +1,9 @@
 """The kernels of the backward's tangent (docs/derivatives.md): double backward, and forward over reverse.
 
-The walks of `gradients.py`, with every quantity of Algorithm 2 beside its own tangent: `keys_along` owns a tile of keys,
-and if FUSED adds up the rows' sums atomically; `queries_along` owns a tile of rows. A tile is turned so that its owner's
-tokens are its rows; `pair` serves both. Products are many here, so one loop with masks does for all tiles.
-Head dims are padded to one power of two.
+The walks of `gradients.py`, with every quantity of Algorithm 2 beside its own tangent: `keys_along` owns a tile of
+keys, and if FUSED adds up the rows' sums atomically; `queries_along` owns a tile of rows. Scores lie with the owner's
+tokens first; `pair` serves both ways. Products are many here, so one loop with masks does for all tiles. Head dims are
+padded to one power of two.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def pair(
     z = tl.dot(x, tl.trans(y), input_precision=PRECISION)
     r = rate(x, tx, y, ty, PRECISION) * scale
     if NATURAL and extra.modified is not None:
-        r, slope, turn = bend(
-            z * scale, r, extra.mods, extra.modified, b, head, rows, keys, offset
-        )
+        r, slope, turn = bend(z * scale, r, extra.mods, extra.modified, b, head, rows, keys, offset)
     r = add_bias_rate(r, tbias, tbias_stride, b, head, rows, keys, q_end, k_limit) - tlse
     s = scores(z, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, True)
     if sparse is not None:
@@ -274,7 +272,7 @@ def queries_along(
             tv = t.v
             if t.v is not None:
                 tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
-        p, tp, ds, tds = pair(
+        _p, _tp, ds, tds = pair(
             q, tq, k, tk, do, tdo, v, tv, top[:, None], di[:, None], tlse[:, None], tdi[:, None], norm, tbias,
             tbias_stride, dbias, bias_stride, b, head, rows, keys, q_end, k_end, offset, factor, scale, size, band,
             extra, sparse, q_base, k_base, which, 0, NATURAL, PRECISION, ATOMIC, True,
