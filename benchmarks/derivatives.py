@@ -1,8 +1,9 @@
 """What higher derivatives cost: python benchmarks/derivatives.py [--device cuda] [--lengths 1024 ...] [--json PATH].
 
 Against the forward: the jvp of all inputs. Against the backward: the double backward (a second backward with its graph
-kept, as in a gradient penalty, without the first two walks). The same for materialised attention, where it fits. In
-alternating order, medians. On a GPU: --device cuda --dtype bfloat16 --lengths 4096 16384 32768.
+kept, as in a gradient penalty, without the first two walks). The same for materialised attention, where it fits: up to
+8192 tokens on a CPU, on a GPU until its memory is full. In alternating order, medians. On a GPU also the peak memory
+of each, from the inputs on. --device cuda --dtype bfloat16 --lengths 4096 16384 32768.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ from torch.autograd import forward_ad
 
 import relampago as rl
 from relampago.cli.machine import facts
+from relampago.cli.memory import on_gpu
 from relampago.cli.timing import alternate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-MATERIALISED = 8192  # tokens up to which the matrices of 8 heads are made
+MATERIALISED = 8192  # tokens up to which a CPU makes the matrices of 8 heads
+MIB = 2**20
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return rl.attention(q, k, v)
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,6 +61,37 @@ def walks(f: Attention, x: list[Tensor], t: list[Tensor]) -> dict[str, Callable[
     }
 
 
+def peaks(f: Attention, x: list[Tensor], t: list[Tensor]) -> dict[str, float]:
+    """MiB beyond the inputs at the peak of a jvp, and of a forward, a backward and a double backward, on a GPU."""
+    calls = {
+        "jvp": lambda: tangent(f, x, t),
+        "double backward": lambda: walks(f, x, t)["double backward"](),
+    }
+    return {name: round(on_gpu(call) / MIB, 1) for name, call in calls.items()}
+
+
+def contestants_of(
+    length: int, args: argparse.Namespace, x: list[Tensor], t: list[Tensor]
+) -> tuple[dict[str, Attention], dict[str, object]]:
+    """Who takes part, and on a GPU the peak memory of each; materialised attention only where it fits."""
+    if not args.device.startswith("cuda"):
+        fits = length <= MATERIALISED
+        return {"relampago": tiled} | ({"materialised": materialised} if fits else {}), {}
+    found: dict[str, Attention] = {}
+    memory: dict[str, object] = {}
+    for name, f in (("relampago", tiled), ("materialised", materialised)):
+        try:
+            peaks(f, x, t)  # compiles, and finds out whether it fits
+            memory[name] = peaks(f, x, t)
+            found[name] = f
+        except torch.OutOfMemoryError:
+            if name == "relampago":
+                raise
+            memory[name] = "out of memory"
+        torch.cuda.empty_cache()
+    return found, memory
+
+
 def measure(length: int, args: argparse.Namespace) -> dict[str, object]:
     """Medians in seconds, and the ratios, of one length."""
     g = torch.Generator().manual_seed(0)
@@ -63,9 +101,7 @@ def measure(length: int, args: argparse.Namespace) -> dict[str, object]:
         [torch.randn(shape, generator=g).to(args.device, dtype) for _ in range(3)] for _ in range(2)
     )
     calls: dict[str, Callable[[], object]] = {}
-    contestants: dict[str, Attention] = {"relampago": lambda q, k, v: rl.attention(q, k, v)}
-    if length <= MATERIALISED:
-        contestants["materialised"] = materialised
+    contestants, memory = contestants_of(length, args, x, t)
     for name, f in contestants.items():
         calls[f"{name} forward"] = lambda f=f: forward(f, x, t)
         calls[f"{name} jvp"] = lambda f=f: tangent(f, x, t)
@@ -84,6 +120,7 @@ def measure(length: int, args: argparse.Namespace) -> dict[str, object]:
             ratios[f"materialised / relampago, {what}"] = gain
     return {
         "length": length,
+        "peak MiB": memory,
         "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
         "times": {name: timing.record() for name, timing in times.items()},
     }
@@ -104,7 +141,7 @@ def main() -> None:
     found: dict[str, object] = {"machine": facts(), "setting": setting, "rows": (rows := [])}
     for length in args.lengths:
         rows.append(row := measure(length, args))
-        print(length, json.dumps(row["ratios"]), flush=True)
+        print(length, json.dumps(row["ratios"]), json.dumps(row["peak MiB"]), flush=True)
         if args.json is not None:
             args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

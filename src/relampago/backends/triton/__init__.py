@@ -23,6 +23,7 @@ from relampago.problem import (
     Arrays,
     Grads,
     Layout,
+    Moving,
     Problem,
     RowStatistics,
     Saved,
@@ -59,7 +60,7 @@ class Triton:
         return (
             self._refuse_machine(p)
             or self._refuse_shape(p)
-            or refuse_unknown(p, (FEATURES - {"second derivatives"}) | {FP8_CACHE})
+            or refuse_unknown(p, FEATURES | {FP8_CACHE})
             or refuse_variance(p)
             or self._refuse_fp8(p)
             or refuse_backward(p)
@@ -70,7 +71,9 @@ class Triton:
         from relampago.backends.triton.decode import applies
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
-        kernel = "tangent" if p.moving else "decode" if applies(p) else kernel
+        kernel = "decode" if applies(p) else kernel
+        if p.moving:
+            kernel = "tangent" if p.direction == "forward" else "tangent_dkdv"
         kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
         p = canonical(p) if p.batch_invariant else p
         return first_match(tables(p.device.arch), f"triton.{kernel}", p)
@@ -118,6 +121,24 @@ class Triton:
         with _on(x.q.device):
             return backward(x, plan, by_query, saved, dout, dlse, wanted, p.deterministic)
 
+    def backward_tangent(
+        self,
+        p: Problem,
+        plan: Plan,
+        x: Arrays,
+        moving: Moving,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Grads:
+        from relampago.backends.triton.backward_tangent import backward_tangent
+
+        by_query = first_match(tables(p.device.arch), "triton.tangent_dq", p)
+        along = (moving, saved, dout, dlse, wanted)
+        with _on(x.q.device):
+            return backward_tangent(x, plan, by_query, *along, p.deterministic)
+
     def _refuse_machine(self, p: Problem) -> str | None:
         arch = p.device.arch
         if p.device.kind == "hip" and arch not in AMD:
@@ -139,6 +160,9 @@ class Triton:
         wide = p.dtype == "fp32" and p.dim > 512 and p.direction == "backward"
         if wide and p.device.kind == "cuda" and p.device.shared_memory < 104 * 1024:
             return f"fp32 gradients of head dim {p.dim} need 104 KiB of shared memory"
+        wide = p.dtype == "fp32" and max(p.dim, p.dim_v) > 128 and p.direction == "backward"
+        if p.moving and wide and p.device.kind == "cuda" and p.device.shared_memory < 136 * 1024:
+            return f"fp32 second derivatives of head dim {max(p.dim, p.dim_v)} need 136 KiB of shared memory"
         return None
 
     def _refuse_fp8(self, p: Problem) -> str | None:
@@ -161,6 +185,8 @@ class Triton:
         for rule in map(rule_of, p.mods):
             plain = p.direction == "forward" and not p.moving
             functions = (rule.fn,) if plain else (rule.fn, rule.dfn)
+            if p.moving and p.direction == "backward":
+                functions = (*functions, rule.ddfn)
             for fn in (*functions, *filter(None, rule.dargs if p.mod_grads else ())):
                 if (reason := refuse_function(fn)) is not None:
                     return reason

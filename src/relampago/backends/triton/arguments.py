@@ -99,6 +99,7 @@ class Mod(NamedTuple):
 
     fn: Any
     dfn: Any
+    ddfn: Any
     count: Any
     slots: Any
 
@@ -296,8 +297,7 @@ def mods_of(x: Arrays) -> tuple[Mod, ...] | None:
                 slot, at = "distance", next(tensors).contiguous()
                 places = (at, at.shape[-1] if at.ndim == 2 else 0, at.shape[-1])
             slots.append(Slot(_constant(slot), t, b, h, t.shape[-1], *places))
-        fn, dfn = compiled(rule)
-        found.append(Mod(fn, dfn, _constant(len(slots)), tuple(slots)))
+        found.append(Mod(*compiled(rule), _constant(len(slots)), tuple(slots)))
     return tuple(found)
 
 
@@ -307,9 +307,10 @@ def _constant(value: Any) -> tl.constexpr:
 
 
 @functools.lru_cache(maxsize=1024)
-def compiled(rule: Rule) -> tuple[Any, Any]:
-    """A rule's functions, for Triton."""
-    return plain(rule.fn), None if rule.dfn is None else plain(rule.dfn)
+def compiled(rule: Rule) -> tuple[Any, ...]:
+    """A rule's function and its two derivatives, for Triton; None where there is none that it can compile."""
+    functions = (rule.fn, rule.dfn, rule.ddfn)
+    return tuple(None if fn is None or refuse_function(fn) else plain(fn) for fn in functions)
 
 
 def sparse_of(x: Arrays, by_key: bool) -> Sparse | None:

@@ -51,24 +51,22 @@ from relampago.problem import Arrays, Tangents
 
 
 @triton.jit
-def rate(
-    s, q1, tq1, k1, tk, tbias, tbias_stride, b, head, g, k0, rows, keys, q_end, k_limit, offset, scale, lay, stk, extra,
-    D: tl.constexpr, DW: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """ṡ = f'(z)·ż + ḃ for one tile of keys, z the scaled products: [BQ, BK]."""
-    r = tl.zeros(s.shape, tl.float32)
-    if tq1 is not None:
-        r = tl.dot(tq1, tl.trans(k1), r, input_precision=PRECISION)
-    if tk is not None:
-        tk1 = load_keys(tk, None, lay, b, g, k0, k_limit, stk, D, 0, DW, BK, MASKED)
-        r = tl.dot(q1, tl.trans(tk1), r, input_precision=PRECISION)
-    r *= scale
-    if NATURAL and extra.modified is not None:
-        r *= slope(s * scale, extra.mods, extra.modified, b, head, rows, keys, offset)
+def rate(x, tx, y, ty, PRECISION: tl.constexpr):
+    """The tangent of x · yᵀ: ẋ · yᵀ + x · ẏᵀ; None stands still."""
+    r = tl.zeros([x.shape[0], y.shape[0]], tl.float32)
+    if tx is not None:
+        r = tl.dot(tx, tl.trans(y), r, input_precision=PRECISION)
+    if ty is not None:
+        r = tl.dot(x, tl.trans(ty), r, input_precision=PRECISION)
+    return r
+
+
+@triton.jit
+def add_bias_rate(r, tbias, stride, b, head, rows, keys, q_end, k_limit):
+    """The rate of scores, and that of their bias."""
     if tbias is not None:
         inside = (rows < q_end) & (keys < k_limit)
-        at = tbias + part_of(tbias_stride, b, head, rows, keys)
+        at = tbias + part_of(stride, b, head, rows, keys)
         r += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return r
 
@@ -85,10 +83,13 @@ def tangent_step(
     g = head // size.group
     k1 = load_keys(k, None, lay, b, g, k0, k_limit, sk, D, 0, DW, BK, MASKED)  # [BK, DW]
     s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-    r = rate(
-        s, q1, tq1, k1, tk, tbias, tbias_stride, b, head, g, k0, rows, keys, q_end, k_limit, offset, scale, lay, stk,
-        extra, D, DW, BK, NATURAL, PRECISION, MASKED,
-    )  # fmt: skip
+    tk1 = tk
+    if tk is not None:
+        tk1 = load_keys(tk, None, lay, b, g, k0, k_limit, stk, D, 0, DW, BK, MASKED)
+    r = rate(q1, tq1, k1, tk1, PRECISION) * scale  # ṡ = f'(z)·ż + ḃ, z the scaled products
+    if NATURAL and extra.modified is not None:
+        r *= slope(s * scale, extra.mods, extra.modified, b, head, rows, keys, offset)
+    r = add_bias_rate(r, tbias, tbias_stride, b, head, rows, keys, q_end, k_limit)
     s = scores(
         s, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED
     )  # line 8

@@ -415,6 +415,22 @@ def slope(s, mods, N: tl.constexpr, b, head, rows, keys, offset):
 
 
 @triton.jit
+def bend(s, rate, mods, N: tl.constexpr, b, head, rows, keys, offset):
+    """Where the scaled products s move at `rate`: the rate after all mods, `slope`, and how fast that moves."""
+    place = rows + offset
+    total = tl.full(s.shape, 1.0, tl.float32)
+    turn = tl.zeros(s.shape, tl.float32)
+    for i in tl.static_range(N):
+        args = arguments(mods[i], b, head, rows, keys, place)
+        own = call(mods[i].dfn, s, place, keys, head, args)
+        turn = turn * own + total * call(mods[i].ddfn, s, place, keys, head, args) * rate
+        total = total * own
+        rate = rate * own
+        s = call(mods[i].fn, s, place, keys, head, args)
+    return rate, total, turn
+
+
+@triton.jit
 def scores(
     s, factor, band, extra, offset, b, head, rows, keys, q_limit, k_limit, NATURAL: tl.constexpr,
     MASKED: tl.constexpr,

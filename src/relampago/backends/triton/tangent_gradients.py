@@ -1,0 +1,282 @@
+"""The kernels of the backward's tangent (docs/derivatives.md): double backward, and forward over reverse.
+
+The walks of `gradients.py`, with every quantity of Algorithm 2 beside its own tangent: `keys_along` owns a tile of
+keys, and if FUSED adds up the rows' sums atomically; `queries_along` owns a tile of rows. Scores lie with the owner's
+tokens first; `pair` serves both ways. Products are many here, so one loop with masks does for all tiles. Head dims are
+padded to one power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from relampago.backends.triton.forward import fill_tail, query_tile
+from relampago.backends.triton.gradients import (
+    add_bias_gradient,
+    add_rows,
+    fill_key_tail,
+    key_tile,
+    row_facts,
+    store_keys,
+)
+from relampago.backends.triton.tangent import add_bias_rate, rate
+from relampago.backends.triton.tile import (
+    assignment,
+    bend,
+    bounds,
+    kept,
+    keys_of,
+    list_of,
+    load_tile,
+    offset_of,
+    origin,
+    pattern_of,
+    query_bounds,
+    rows_of,
+    scores,
+    store_tile,
+    weights,
+)
+
+
+@triton.jit
+def tile_at(
+    base, stride, b, start, head, first, limit, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Tokens first.. of a sequence's head, [N, WIDTH]."""
+    at = base + origin(stride, b, start, head)
+    return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, True)
+
+
+@triton.jit
+def facts_along(row, at, q0, q_end, BQ: tl.constexpr):
+    """Of rows q0..: what they subtract, delta, and the tangents of LSE and delta."""
+    top, di = row_facts(row.shift + at, row.delta + at, q0, q_end, BQ, True)
+    rows = q0 + tl.arange(0, BQ)
+    inside = rows < q_end
+    tlse = tl.load(row.tlse + at + rows, mask=inside, other=0.0)
+    tdi = tl.load(row.tdelta + at + rows, mask=inside, other=0.0)
+    return top, di, tlse, tdi
+
+
+@triton.jit
+def pair(
+    x, tx, y, ty, u, tu, w, tw, top, di, tlse, tdi, norm, tbias, tbias_stride, dbias, bias_stride, b, head, rows, keys,
+    q_end, k_limit, offset, factor, scale, size, band, extra, sparse, q_base, k_base, which,
+    ROW_AXIS: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Weights, dZ and the tangents of both where rows meet keys; x·yᵀ are products, u·wᵀ is dP."""
+    z = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    r = rate(x, tx, y, ty, PRECISION) * scale
+    if NATURAL and extra.modified is not None:
+        r, slope, turn = bend(z * scale, r, extra.mods, extra.modified, b, head, rows, keys, offset)
+    r = add_bias_rate(r, tbias, tbias_stride, b, head, rows, keys, q_end, k_limit) - tlse
+    s = scores(z, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, True)
+    if sparse is not None:
+        seen = pattern_of(sparse, which, rows - q_base, keys - k_base)
+        s = tl.where(seen, s, float("-inf"))
+    p = weights(s, top, norm, factor, NATURAL)  # line 12, and ṗ = p · r
+    gap = tl.dot(u, tl.trans(w), input_precision=PRECISION)  # line 14
+    tgap = rate(u, tu, w, tw, PRECISION)
+    dropped = p
+    if extra.seed is not None:
+        keep = kept(extra, size, b, head, rows, keys)
+        gap = tl.where(keep, gap * extra.upscale, 0.0)
+        tgap = tl.where(keep, tgap * extra.upscale, 0.0)
+        dropped = tl.where(keep, p * extra.upscale, 0.0)
+    ds = p * (gap - di)  # line 15
+    tds = ds * r + p * (tgap - tdi)
+    if dbias is not None and WITH_BIAS:
+        add_bias_gradient(
+            dbias, bias_stride, tds, b, head, rows, keys, q_end, k_limit, ROW_AXIS, ATOMIC
+        )
+    if NATURAL and extra.modified is not None:
+        tds = tds * slope + ds * turn
+        ds *= slope
+    return dropped, dropped * r, ds, tds
+
+
+@triton.jit
+def products_along(acc, ds, y, tds, ty, PRECISION: tl.constexpr):
+    """acc + dṠ · y + dS · ẏ: lines 13, 16 and 17, and their tangents."""
+    acc = tl.dot(tds.to(y.dtype), y, acc, input_precision=PRECISION)
+    if ty is not None:
+        acc = tl.dot(ds.to(y.dtype), ty, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def visits(sparse, b, head, base, start, end, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tiles of BLOCK a program visits, and the first, or the entry of its list in a BlockSparse."""
+    if sparse is None:
+        start = tl.cast(start, tl.int32) // BLOCK * BLOCK
+        return start, tl.maximum(tl.cdiv(end - start, BLOCK), 0)
+    else:
+        entry = list_of(sparse.stride_b, sparse.stride_h, b, head)
+        entry += base // (sparse.block_k if BY_KEY else sparse.block_q)
+        parts = tl.cdiv(sparse.block_q if BY_KEY else sparse.block_k, BLOCK)
+        return entry, tl.load(sparse.count + entry) * parts
+
+
+@triton.jit
+def visited(sparse, first, i, limit, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
+    """The i-th tile: where it begins, where it ends, and its tile of the BlockSparse with its pattern."""
+    if sparse is None:
+        at = first + i * BLOCK
+        return at, limit, at, at
+    else:
+        size = sparse.block_q if BY_KEY else sparse.block_k
+        parts = tl.cdiv(size, BLOCK)
+        at = first * sparse.most + i // parts
+        base = tl.load(sparse.index + at) * size
+        which = tl.load(sparse.pattern + at)
+        return base + i % parts * BLOCK, min(limit, base + size), base, which
+
+
+@triton.jit(do_not_specialize=["size", "band"])
+def keys_along(
+    x, t, sx, st, row, tbias, tbias_stride, dk, dv, dq, dbias, sdk, sdv, sdq, sl, bias_stride, factor, scale, size, lay,
+    band, extra, sparse,
+    D: tl.constexpr, DW: tl.constexpr, E: tl.constexpr, EW: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, FUSED: tl.constexpr,
+    ATOMIC: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
+):  # fmt: skip
+    """The tangents of dK, dV or both of one tile of keys: all heads of the group. size.heads counts kv heads."""
+    tile, g, b = assignment(size, False)
+    if lay.cu_k is not None:
+        fill_key_tail(dk, dv, lay, size, sdk, sdv, tile, g, b, D, DW, 0, E, EW, 0, BK)
+    first_k, len_k = keys_of(lay, size, b)
+    k0, k_end, k_base = key_tile(size, sparse, tile, len_k, BK)
+    if k0 >= k_end:
+        return
+    first, len_q = rows_of(lay, size, b)
+    offset = offset_of(lay, band, len_q, len_k)
+    keys = k0 + tl.arange(0, BK)[:, None]
+    k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK)  # [BK, DW]
+    v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK)  # [BK, EW]
+    tk = t.k
+    if t.k is not None:
+        tk = t.k
+        if t.k is not None:
+            tk = t.k
+            if t.k is not None:
+                tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK)
+    tv = t.v
+    if t.v is not None:
+        tv = t.v
+        if t.v is not None:
+            tv = t.v
+            if t.v is not None:
+                tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
+    acc_k, acc_v = tl.zeros([BK, DW], tl.float32), tl.zeros([BK, EW], tl.float32)
+    start, end, _full, _full_end = query_bounds(band, offset, b, k0, k_end, len_q)
+    for member in range(size.group):
+        head = g * size.group + member
+        at = origin(sl, b, first, head)
+        begin, n = visits(sparse, b, head, k_base, start, end, True, BQ)
+        for i in tl.range(0, n):
+            q0, q_end, q_base, which = visited(sparse, begin, i, len_q, True, BQ)
+            rows = q0 + tl.arange(0, BQ)[None, :]
+            q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ)  # [BQ, DW]
+            do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ)  # [BQ, EW]
+            tq = t.q
+            if t.q is not None:
+                tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ)
+            tdo = t.dout
+            if t.dout is not None:
+                tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ)
+            top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ)
+            norm = row.norm
+            if row.norm is not None:
+                norm = tl.load(row.norm + at + rows, mask=rows < q_end, other=1.0)
+            p, tp, ds, tds = pair(
+                k, tk, q, tq, v, tv, do, tdo, top[None, :], di[None, :], tlse[None, :], tdi[None, :], norm, tbias,
+                tbias_stride, dbias, bias_stride, b, head, rows, keys, q_end, k_end, offset, factor, scale, size,
+                band, extra, sparse, q_base, k_base, which, 1, NATURAL, PRECISION, ATOMIC, FUSED,
+            )  # fmt: skip
+            if WITH_V:
+                acc_v = products_along(acc_v, p, do, tp, tdo, PRECISION)
+            if WITH_K:
+                acc_k = products_along(acc_k, ds, q, tds, tq, PRECISION)
+            if FUSED:
+                part = tl.zeros([BQ, DW], tl.float32)
+                part = products_along(part, tl.trans(ds), k, tl.trans(tds), tk, PRECISION)
+                there = dq + origin(sdq, b, first, head)
+                add_rows(there, None, b, head, q0, q_end, sdq.l, part, D, 0, DW, BQ)
+    dk += origin(sdk, b, first_k, g)
+    dv += origin(sdv, b, first_k, g)
+    store_keys(
+        dk, dv, sdk, sdv, k0, k_end, acc_k * scale, 0.0, acc_v, 0.0, D, DW, 0, E, EW, 0, BK, WITH_K,
+        WITH_V,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["size", "band"])
+def queries_along(
+    x, t, sx, st, row, tbias, tbias_stride, dq, dbias, sdq, sl, bias_stride, factor, scale, size, lay, band, extra,
+    sparse,
+    D: tl.constexpr, DW: tl.constexpr, E: tl.constexpr, EW: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """The tangents of dQ of one tile of rows, and of dbias."""
+    tile, head, b = assignment(size, band.right is not None)
+    if lay.cu_q is not None:
+        fill_tail(dq, None, lay, size, sdq, sl, tile, head, b, 0.0, D, DW, 0, BQ)
+    first, len_q = rows_of(lay, size, b)
+    q0, q_end, q_base = query_tile(size, sparse, tile, len_q, BQ)
+    if q0 >= q_end:
+        return
+    first_k, len_k = keys_of(lay, size, b)
+    offset = offset_of(lay, band, len_q, len_k)
+    g = head // size.group
+    rows = q0 + tl.arange(0, BQ)[:, None]
+    q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ)  # [BQ, DW]
+    do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ)  # [BQ, EW]
+    tq = t.q
+    if t.q is not None:
+        tq = t.q
+        if t.q is not None:
+            tq = t.q
+            if t.q is not None:
+                tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ)
+    tdo = t.dout
+    if t.dout is not None:
+        tdo = t.dout
+        if t.dout is not None:
+            tdo = t.dout
+            if t.dout is not None:
+                tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ)
+    at = origin(sl, b, first, head)
+    top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ)
+    norm = row.norm
+    if row.norm is not None:
+        norm = tl.load(row.norm + at + rows, mask=rows < q_end, other=1.0)
+    acc = tl.zeros([BQ, DW], tl.float32)
+    start, end, _full, _full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
+    begin, n = visits(sparse, b, head, q_base, start, end, False, BK)
+    for i in tl.range(0, n):
+        k0, k_end, k_base, which = visited(sparse, begin, i, len_k, False, BK)
+        keys = k0 + tl.arange(0, BK)[None, :]
+        k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK)  # [BK, DW]
+        v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK)  # [BK, EW]
+        tk = t.k
+        if t.k is not None:
+            tk = t.k
+            if t.k is not None:
+                tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK)
+        tv = t.v
+        if t.v is not None:
+            tv = t.v
+            if t.v is not None:
+                tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
+        _p, _tp, ds, tds = pair(
+            q, tq, k, tk, do, tdo, v, tv, top[:, None], di[:, None], tlse[:, None], tdi[:, None], norm, tbias,
+            tbias_stride, dbias, bias_stride, b, head, rows, keys, q_end, k_end, offset, factor, scale, size, band,
+            extra, sparse, q_base, k_base, which, 0, NATURAL, PRECISION, ATOMIC, True,
+        )  # fmt: skip
+        acc = products_along(acc, ds, k, tds, tk, PRECISION)
+    dq += origin(sdq, b, first, head)
+    store_tile(dq, q0, q_end, sdq.l, acc * scale, D, 0, DW, BQ)
