@@ -61,21 +61,27 @@ def _plan(rows: int, keys: int, stages: int, promote: int, **more: int) -> Plan:
 
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
-        "turns": _plan(128, 128, 4, 1, pingpong=1),
-        "pin": _plan(128, 128, 4, 1, pin=1),
-        "3 stages": _plan(128, 128, 3, 1),
-        "grid": _plan(128, 128, 4, 1, schedule=0),
-        "not promoted": _plan(128, 128, 4, 0),
+        "no turns": _plan(128, 128, 4, 1),
+        "grid": _plan(128, 128, 4, 1, schedule=0, pingpong=1),
         "not promoted, turns": _plan(128, 128, 4, 0, pingpong=1),
     },
     256: {
-        "turns": _plan(128, 64, 4, 4, pingpong=1),
-        "not promoted": _plan(128, 64, 4, 0),
-        "not promoted, turns": _plan(128, 64, 4, 0, pingpong=1),
-        "not promoted, 128 keys": _plan(128, 128, 2, 0),
-        "grid": _plan(128, 64, 4, 4, schedule=0),
+        "not promoted": _plan(128, 128, 2, 0),
+        "not promoted, turns": _plan(128, 128, 2, 0, pingpong=1),
+        "not promoted, grid": _plan(128, 128, 2, 0, schedule=0),
+        "not promoted, 64 keys": _plan(128, 64, 4, 0, pingpong=1),
+        "64 keys, grid": _plan(128, 64, 4, 4, schedule=0),
+        "64 keys": _plan(128, 64, 4, 4),
     },
 }  # fmt: skip
+
+
+DECODING = {
+    f"{keys} keys, {stages} stages, {warps} warps": Plan(
+        block_q=64, block_k=keys, warps=warps, stages=stages
+    )
+    for keys, stages, warps in ((64, 6, 4), (64, 4, 8), (128, 3, 4), (128, 4, 8), (32, 6, 4))
+}
 
 
 def tensors(problem: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -297,7 +303,12 @@ def decode(seconds: float) -> None:
                     page.copy_(torch.randn(page.shape, device="cuda"))
             cache.lengths.fill_(length)
             q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
-            found[name] = milliseconds(lambda q=q, cache=cache: rl.attention_decode(q, cache))
+            plans = {} if name == "bf16" else DECODING
+            for variant, plan in {name: None, **plans}.items():
+                with rl.using(plan=plan):
+                    found[variant] = milliseconds(
+                        lambda q=q, cache=cache: rl.attention_decode(q, cache)
+                    )
             del cache
         say("decode", batch=batch, length=length, tokens={n: batch / ms * 1e3 for n, ms in found.items()},
             ratio=found["bf16"] / found["e4m3"])  # fmt: skip

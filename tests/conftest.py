@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if (
+    os.environ.get("TRITON_INTERPRET") == "1"
+):  # suites of tests/interpreter, rehearsals of tests/gpu
+    from interpreter import exact
+
+    exact.patch()
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -158,8 +158,8 @@ def contestants(cell: Cell, x: Arrays, peers: dict[str, Callable[..., Any]]) -> 
     return calls
 
 
-def milliseconds(fn: Call) -> float:
-    """The median of CUDA-graph replays, a few calls in each."""
+def replays(fn: Call) -> Callable[[], float]:
+    """A call that takes the median time of fn in CUDA-graph replays, a few calls in each; milliseconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def span(run: Call) -> float:
@@ -181,9 +181,18 @@ def milliseconds(fn: Call) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             fn()
-    span(graph.replay)
-    times = [span(graph.replay) / calls for _ in range(max(4, min(9, int(35 / (calls * once)))))]
-    return statistics.median(times)
+    count = max(4, min(9, int(35 / (calls * once))))
+
+    def take() -> float:
+        span(graph.replay)
+        return statistics.median(span(graph.replay) / calls for _ in range(count))
+
+    return take
+
+
+def milliseconds(fn: Call) -> float:
+    """Its first take."""
+    return replays(fn)()
 
 
 def clock(seconds: float, *names: str) -> None:

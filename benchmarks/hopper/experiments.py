@@ -1,36 +1,46 @@
-"""Forward variants side by side with FA3, cuDNN and earlier commits, in 8 minutes; predictions in
-benchmarks/notes/hopper-experiments.md.
+"""Forward variants side by side with FA3 and cuDNN; predictions in benchmarks/notes/hopper-experiments.md.
 
-    python -m benchmarks.hopper experiments 470 fa3
+    python -m benchmarks.hopper experiments 180 fa3
 
-Each cell's contestants run in one order and then in the other. The card's clock is read all the while, never set. The
-JSON is written after each cell, so that a run that is cut short leaves what it has.
+Each contestant is captured once as a CUDA graph; then come rounds, each in another order. The card's clock is read all
+the while, never set. The JSON is written after each cell, so that a run that is cut short leaves what it has.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.hopper.clock import Call, Cell, _forward, contestants, import_peers, milliseconds
-from benchmarks.hopper.trees import trees
+from benchmarks.hopper.clock import (
+    Call,
+    Cell,
+    _forward,
+    contestants,
+    import_peers,
+    milliseconds,
+    replays,
+)
 from benchmarks.hopper.watched import Rows, say
 from relampago.plan import Plan
 
 BOTH, CAUSAL, FULL = (False, True), (True,), (False,)
-SQUARE = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-LENGTHS = ((4, 4096), (1, 16384), (16, 1024))  # the most telling first
+SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
+LENGTHS = ((1, 16384), (4, 4096), (1, 32768), (16, 1024))  # the most telling first
+FEW = ("table", "lazy", "lazy heaviest")  # variants in the other two, of the first three dims
+ROUNDS = 5
+HEAVIEST = 2047  # MiB in flight: all tiles of all heads in one order
 
 
 class Change(NamedTuple):
@@ -45,20 +55,13 @@ class Change(NamedTuple):
 CHANGES = (
     Change("lazy", SQUARE, {"lazy": 1}),
     Change("lazy turns", SQUARE, {"lazy": 1, "pingpong": 1, "pin": 0}),
-    Change("lazy pin", SQUARE, {"lazy": 1, "pin": 1}),
-    Change("grid", SQUARE, {"schedule": 0}, CAUSAL),
-    Change("counter", ((256, 256),), {"schedule": 2}, CAUSAL),
-    Change("fixed", ((128, 128),), {"schedule": 1}, CAUSAL),
-    Change("one head", SQUARE, {"reach": 1}, CAUSAL),
-    Change("16 MiB", ((64, 64), (128, 128), (256, 256)), {"reach": 16}, CAUSAL),
-    Change("heaviest of all", SQUARE, {"reach": 2047}, CAUSAL),
+    Change("lazy pin", SQUARE, {"lazy": 1, "pin": 1, "pingpong": 0}),
+    Change("heaviest", SQUARE, {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
+    Change("lazy heaviest", SQUARE, {"reach": HEAVIEST, "schedule": 2, "lazy": 1}, CAUSAL),
+    Change("grid heaviest", ((256, 256),), {"reach": HEAVIEST}, CAUSAL),
+    Change("64 MiB", SQUARE, {"reach": 64, "schedule": 2}, CAUSAL),
     Change("rotate", SQUARE, {"rotate": 1}, FULL),
-    Change("128 rows", ((64, 64),), {"block_q": 128, "stages": 4, "pingpong": 1, "pin": 1}),
-    Change("3 stages", ((64, 64), ), {"stages": 3}),
-    Change("2 stages", ((96, 96),), {"stages": 2}),
-    Change("192 rows lazy", ((96, 96),), {"block_q": 192, "block_k": 64, "stages": 4, "pin": 1, "lazy": 1}),
-    Change("64 keys", ((192, 128),), {"block_k": 64, "stages": 3, "lazy": 1}),
-    Change("32 keys", ((256, 256),), {"block_k": 32, "stages": 4, "lazy": 1}, CAUSAL),
+    Change("lazy rotate", SQUARE, {"rotate": 1, "lazy": 1}, FULL),
 )  # fmt: skip
 
 
@@ -93,8 +96,8 @@ class Clock:
 
 def cells() -> Iterator[Cell]:
     """All dims of a length before the next length."""
-    for batch, length in LENGTHS:
-        for dim, dim_v in SQUARE:
+    for i, (batch, length) in enumerate(LENGTHS):
+        for dim, dim_v in SQUARE if i < 2 else SQUARE[:3]:
             for causal in BOTH:
                 yield Cell(dim, dim_v, causal, batch, length)
 
@@ -103,7 +106,8 @@ def variants(cell: Cell) -> dict[str, Plan]:
     """The table's plan and all that differ from it."""
     plans = {"table": cell.plans()["table"]}
     for change in CHANGES:
-        if (cell.dim, cell.dim_v) in change.dims and cell.causal in change.causal:
+        few = (cell.batch, cell.length) in LENGTHS[2:] and change.name not in FEW
+        if (cell.dim, cell.dim_v) in change.dims and cell.causal in change.causal and not few:
             plan = replace(plans["table"], **change.changes)
             if plan not in plans.values():
                 plans[change.name] = plan
@@ -111,23 +115,16 @@ def variants(cell: Cell) -> dict[str, Plan]:
 
 
 def compile_some(part: int, parts: int) -> None:
-    """Compile a part of them, with those of earlier commits, and launch nothing."""
+    """Compile a part of them, and launch nothing."""
     from benchmarks.hopper.correct import _compile_only
 
     _compile_only()
-    others = list(trees().values())
-    from relampago.backends.gluon import launch
-
-    for tree in others:
-        tree["backends.gluon.launch"].launch = launch.launch
     todo: dict[Any, Call] = {}
     for cell in cells():
         small = cell._replace(batch=1)
-        for name, plan in variants(cell).items():
+        for plan in variants(cell).values():
             like = (cell.dim, cell.dim_v, cell.causal, plan, cell.length % plan.block_q)
             todo[like] = lambda small=small, plan=plan: _forward(plan, small.arrays())
-            for i, tree in enumerate(others if name == "table" else ()):
-                todo[(i, *like)] = lambda s=small, t=tree, p=plan: t.forward(p, s.arrays(), 132)()
     for call in list(todo.values())[part::parts]:
         try:
             call()
@@ -135,20 +132,11 @@ def compile_some(part: int, parts: int) -> None:
             say("compile", why=f"{type(fault).__name__}: {str(fault)[-300:]}")
 
 
-def calls(cell: Cell, peers: dict[str, Any], others: dict[str, Any]) -> dict[str, Call]:
+def calls(cell: Cell, peers: dict[str, Any]) -> dict[str, Call]:
     """Everything that is timed for a cell, by name."""
     x = cell.arrays()
-    count = torch.cuda.get_device_properties(0).multi_processor_count
     found = {n: c for n, c in contestants(cell, x, peers).items() if n in ("cudnn", *peers)}
-    plans = variants(cell)
-    for name, tree in others.items():
-        try:
-            found[name] = tree.forward(plans["table"], x, count)
-            found[name]()
-        except Exception as fault:  # an earlier commit may not know it
-            found.pop(name, None)
-            say("note", name=name, why=str(fault)[-200:], **cell._asdict())
-    for name, plan in plans.items():
+    for name, plan in variants(cell).items():
         found[name] = lambda plan=plan: _forward(plan, x)
     return found
 
@@ -165,32 +153,36 @@ def right(cell: Cell, found: dict[str, Call]) -> None:
 
 def experiment(seconds: float, *names: str) -> None:
     """All cells, as far as the time allows."""
-    until, clock = time.time() + seconds, Clock()
-    peers, others = import_peers(names), trees()
-    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / "hopper-experiments-cells.json"
-    rows: Rows = []
+    until, clock, chance = time.time() + seconds, Clock(), random.Random(0)
+    peers = import_peers(names)
+    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / "hopper-experiments.json"
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * 8192**3 / milliseconds(lambda: a @ b) * 1e-9
+    say("ceiling", tflops=rate)
+    rows: Rows = [{"kind": "ceiling", "tflops": rate}]
     for cell in cells():
-        found = calls(cell, peers, others)
+        found, plans = calls(cell, peers), variants(cell)
         right(cell, found)
-        order = list(found)
-        for turn, line in enumerate((order, order[::-1])):
-            for name in line:
+        takes = {name: replays(call) for name, call in found.items()}
+        for turn in range(ROUNDS):
+            order = list(takes)
+            chance.shuffle(order)
+            for name in order:
                 if time.time() > until:
                     break
-                begun, row = time.time(), {"turn": turn, "name": name, **cell._asdict()}
-                try:
-                    ms = milliseconds(found[name])
-                    row |= {"ms": ms, "tflops": cell.flops / ms * 1e-9, **clock.since(begun)}
-                    rows.append({"kind": "time", **row})
-                    say("time", **row)
-                except Exception as fault:
-                    say("note", why=f"{type(fault).__name__}: {str(fault)[-200:]}", **row)
+                begun = time.time()
+                ms = takes[name]()
+                row = {"turn": turn, "name": name, **cell._asdict(), "ms": ms}
+                row |= {"tflops": cell.flops / ms * 1e-9, **clock.since(begun)}
+                row |= {"plan": asdict(plans[name])} if name in plans else {}
+                rows.append({"kind": "time", **row})
+                say("time", **row)
         target.write_text(json.dumps(rows, indent=0))
     clock.process.terminate()
 
 
 def report(rows: Rows) -> None:
-    """For each cell the contestants by speed: both orders' TFLOP/s, their clocks, the ratio to the best peer."""
+    """For each cell the contestants by speed: the median of TFLOP/s, its range, the ratio to the best peer."""
     for row in rows:
         if row["kind"] in ("note", "wrong", "compile"):
             print(row)
@@ -200,12 +192,12 @@ def report(rows: Rows) -> None:
         rates = {
             n: [r["tflops"] for r in mine if r["name"] == n] for n in {r["name"] for r in mine}
         }
-        best = max(
-            (statistics.mean(v) for n, v in rates.items() if n in ("cudnn", "fa3", "fa4")),
-            default=0.0,
-        )
+        middle = {name: statistics.median(found) for name, found in rates.items()}
+        best = max((middle[n] for n in ("cudnn", "fa3", "fa4") if n in middle), default=0.0)
         print("\n" + str(Cell(*cell)))
-        for name, found in sorted(rates.items(), key=lambda item: -statistics.mean(item[1])):
-            mhz = "/".join(f"{r.get('mhz', 0):.0f}" for r in mine if r["name"] == name)
-            ratio = f"{statistics.mean(found) / best:6.3f}" if best else ""
-            print(f"  {name:18}{'/'.join(f'{x:.0f}' for x in found):>12}{ratio}   {mhz} MHz")
+        for name, rate in sorted(middle.items(), key=lambda item: -item[1]):
+            ratio = f"{rate / best:6.3f}" if best else ""
+            seen = [r["mhz"] for r in mine if r["name"] == name and "mhz" in r]
+            clock = f"{statistics.median(seen):.0f} MHz" if seen else ""
+            spread = f"{min(rates[name]):.0f}..{max(rates[name]):.0f}"
+            print(f"  {name:16}{rate:6.0f}{ratio}  {spread:10} {clock}")

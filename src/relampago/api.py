@@ -418,13 +418,10 @@ def _answer(
             *longest, o.causal, o.window, o.scale, o.softcap, _deterministic(o.deterministic),
             _invariant(o.batch_invariant), o.backend, o.precision, *_forced.now(),
         )  # fmt: skip
-        key = warm.key_of((q, k, v, o.sinks, cu_q, cu_k), numbers)
+        given = (q, k, v, o.sinks, cu_q, cu_k)
+        key = warm.key_of(given, numbers)
         if key is not None:
-            tensors = {"q": q, "k": k, "v": v, "sinks": o.sinks, "cu_q": cu_q, "cu_k": cu_k}
-            found = warm.again(key, tensors)
-            if found is None:
-                found = warm.first(key, prepare(q, k, v, o, packing=packing), tensors)
-            return found
+            return warm.run(key, given, lambda: prepare(q, k, v, o, packing=packing))
     return run(*prepare(q, k, v, o, packing=packing))
 
 

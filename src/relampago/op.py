@@ -37,6 +37,7 @@ from relampago.problem import (
 )
 from relampago.quant import E4M3
 from relampago.select import choose
+from relampago.tape import again
 from relampago.work import Work
 
 INPUTS = (
@@ -137,6 +138,11 @@ def decide(
 
 
 @torch.library.impl(library, "forward", "CompositeExplicitAutograd")
+def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """What `relampago::forward` does, below dispatch and autograd."""
+    return again("forward", args, _forward)
+
+
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     x, facts = gather(args)
     problem, backend, plan = decide(x, facts)
@@ -145,16 +151,27 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(library, "accumulate", "CompositeExplicitAutograd")
-def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> None:
+def accumulate(*args: Any) -> None:
+    """What `relampago::accumulate` does."""
+    again("accumulate", args, _accumulate)
+
+
+def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> tuple[()]:
     x, facts = gather(args)
     x.into = (whole, whole_lse)
     problem, backend, plan = decide(x, facts)
     out, lse = backend.forward(problem, plan, x)
     if out is not whole:
         fold_(whole, whole_lse, out, lse)
+    return ()
 
 
 @torch.library.impl(library, "backward", "CompositeExplicitAutograd")
+def backward(*args: Any) -> tuple[Tensor, ...]:
+    """What `relampago::backward` does."""
+    return again("backward", args, _backward)
+
+
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
@@ -239,7 +256,7 @@ def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
 
 def _absent(like: Tensor) -> Tensor:
     """Stands for a gradient that does not exist: an op always returns tensors."""
-    return like.new_empty(0)
+    return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
 def _check_cu_seqlens(x: Arrays) -> None:

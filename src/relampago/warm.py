@@ -1,67 +1,139 @@
-"""Warm calls: where nothing but the result is wanted, a call like an earlier one goes straight to its backend.
+"""Warm calls: a call like an earlier one goes straight to its backend, with gradients by an `autograd.Function`.
 
-The op's way (dispatch, autograd, one string of facts) takes longer than a short kernel. It is left out where no one
-could tell: plain tensors, no gradient, no transform or mode that watches ops. What validation, description, choice and
-plan found is kept by the shapes, strides and options of the call.
+The ops' way (dispatch, torch.library's autograd, one string of facts) takes longer than a short kernel. It is left out
+where no one could tell: plain tensors, no transform or mode that watches ops. What validation, description, choice and
+plan found is kept by the shapes, strides and options of the call; on a GPU what it launched, too (`tape`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from relampago import op
 from relampago.backends import Backend
-from relampago.op import decide, gather
+from relampago.derivatives import run_backward
 from relampago.plan import Plan
 from relampago.problem import Arrays, Problem
+from relampago.tape import MOST, Like, kind_of, settings
 
-MOST = 4096  # calls that are kept
 PLAIN = (Tensor, Parameter)
+NAMES = ("q", "k", "v", "sinks", "cu_q", "cu_k")  # the tensors that such a call may have
+Given = Sequence[Any]  # a tensor or None for each of them
 
 
-class Known(NamedTuple):
-    """What an earlier call amounted to."""
+class Known:
+    """What an earlier call amounted to, but for its tensors."""
 
-    backend: Backend
+    __slots__ = ("arrays", "backend", "call", "like", "plan", "present", "problem")
+
+    def __init__(self, call: tuple[Any, ...], given: Given) -> None:
+        x, facts = op.gather(call)
+        self.problem, self.backend, self.plan = op.decide(x, facts)
+        self.present = [name for name, t in zip(NAMES, given, strict=True) if t is not None]
+        self.arrays = {n: getattr(x, n) for n in Arrays.__slots__ if n not in NAMES}
+        self.call = [None if name in NAMES else v for name, v in zip(op.NAMES, call, strict=True)]
+        self.like = Like() if self.problem.device.kind == "cuda" else None
+
     problem: Problem
+    backend: Backend
     plan: Plan
-    fields: dict[str, Any]  # of `Arrays`, but for the tensors
+    like: Like | None
+
+    def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
+        """Out and LSE."""
+        tensors = [t for t in given if t is not None]
+        return self._anew(tensors) if self.like is None else self.like(tensors, self._anew)
+
+    def _anew(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        given: dict[str, Any] = dict(zip(self.present, tensors, strict=True))
+        x = Arrays(**self.arrays, **given)
+        out, lse = self.backend.forward(self.problem, self.plan, x)
+        return out.to(x.out_dtype), lse
+
+    def call_of(self, given: Given) -> list[Any]:
+        """What the ops take."""
+        call = self.call.copy()
+        for at, t in zip(PLACES, given, strict=True):
+            call[at] = t
+        return call
 
 
+PLACES = [op.NAMES.index(name) for name in NAMES]
 _known: dict[Any, Known] = {}
 
 
-def key_of(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
+class Attend(torch.autograd.Function):
+    """The forward, with its gradient: as the op's own autograd, which takes some 200 µs of Python more."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor]:
+        """Out and LSE."""
+        results = known(given)
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*results, *given)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of the tensors; where they will be differentiated or someone watches, by the op."""
+        out, lse, *given = ctx.saved_tensors
+        q, k, v, sinks = ctx.needs_input_grad[1:5]
+        wanted = [q, k, v, False, sinks]
+        dout = torch.zeros_like(out) if dout is None else dout
+        args = (dout, dlse, out, lse, wanted, *ctx.known.call_of(given))
+        short = (
+            not torch.is_grad_enabled() and unwatched() and _plain((dout, dlse, out, lse, *given))
+        )
+        grads = op.backward(*args) if short else run_backward(*args)
+        dq, dk, dv, _, dsinks = (
+            grad if need else None for grad, need in zip(grads, wanted, strict=True)
+        )
+        return None, dq, dk, dv, dsinks, None, None
+
+
+def key_of(given: Given, options: tuple[Any, ...]) -> Any:
     """What a call is known by; None if it must go the op's way.
 
     Args:
-        tensors: all that the call has; those that are None differ from those that are not.
+        given: the call's tensors, as `NAMES` has them; those that are None differ from those that are not.
         options: hashable, and all else that the result depends on.
     """
-    if not _unwatched():
+    if not unwatched():
         return None
     parts: list[Any] = [options]
-    grad = torch.is_grad_enabled()
-    for t in tensors:
+    for t in given:
         if t is None:
             parts.append(None)
-            continue
-        if type(t) not in PLAIN or (grad and t.requires_grad) or t.is_neg():
+        elif type(t) not in PLAIN or t.is_neg():
             return None
-        parts += (t.shape, t.stride(), t.dtype, t.device)
+        else:
+            parts += kind_of(t)
+    parts.append(settings(given[0]))
     return tuple(parts)
 
 
-def _unwatched() -> bool:
-    """Whether no tracer, mode, transform, autocast or profiler is at work."""
+def _plain(given: Given) -> bool:
+    """Whether these are tensors and nothing else; autograd batches gradients without a word in `is_grads_batched`."""
+    return all(
+        t is None or (type(t) in PLAIN and not t.is_neg() and not is_legacy_batchedtensor(t))
+        for t in given
+    )
+
+
+def unwatched() -> bool:
+    """Whether no compiler, tracer, mode, transform, autocast or profiler is at work."""
     c = torch._C
     return not (
-        c._len_torch_dispatch_stack()
+        torch.compiler.is_compiling()
+        or c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
@@ -72,23 +144,20 @@ def _unwatched() -> bool:
     )
 
 
-def again(key: Any, tensors: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """The result of a call whose like has been; None if there was none."""
-    found = _known.get(key)
-    return None if found is None else _run(found, Arrays(**found.fields, **tensors))
-
-
-def first(key: Any, call: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
-    """The result of a validated call, which is remembered."""
-    x, facts = gather(call)
-    problem, backend, plan = decide(x, facts)
-    fields = {name: getattr(x, name) for name in Arrays.__slots__ if name not in tensors}
-    if len(_known) >= MOST:
-        _known.clear()
-    known = _known[key] = Known(backend, problem, plan, fields)
-    return _run(known, x)
-
-
-def _run(known: Known, x: Arrays) -> tuple[Tensor, Tensor]:
-    out, lse = known.backend.forward(known.problem, known.plan, x)
-    return out.to(x.out_dtype), lse
+def run(key: Any, given: Given, prepare: Callable[[], tuple[Any, ...]]) -> tuple[Tensor, Tensor]:
+    """Out and LSE of the call with this key; `prepare` validates it where none like it has been."""
+    known = _known.get(key)
+    if known is None:
+        known = Known(prepare(), given)
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key] = known
+    q, k, v, sinks, *_ = given
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    ):
+        return Attend.apply(known, *given)
+    return known(given)

@@ -11,7 +11,7 @@ from second import seconds, tangents
 
 import relampago as rl
 from relampago.backends import BACKENDS
-from relampago.cases import find
+from relampago.cases import Case, find
 
 # torch's own forward mode of a dense softmax compiles decompositions by torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -30,28 +30,28 @@ CASES = [
 @pytest.mark.parametrize("compute", [tangents, seconds], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_cpu(name: str, dtype: torch.dtype, compute) -> None:
-    agree("cpu", name, dtype, compute)
+    agree("cpu", find(name), dtype, compute)
 
 
 @pytest.mark.parametrize("compute", [tangents, seconds], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["user-mod", "bias-shared", "sinks-window", "packed-dropout"])
 def test_reference(name: str, compute) -> None:
-    agree("reference", name, torch.float32, compute)
+    agree("reference", find(name), torch.float32, compute)
 
 
-def agree(backend: str, name: str, dtype: torch.dtype, compute, device: str = "cpu") -> None:
-    tensors, options = find(name).make(dtype, device)
+def agree(backend: str, case: Case, dtype: torch.dtype, compute, device: str = "cpu") -> None:
+    tensors, options = case.make(dtype, device)
     got = compute(lambda t, o: call(t, {**o, "backend": backend}), tensors, options, dtype)
     standard = compute(lambda t, o: dense(t, o, dtype), tensors, options, dtype)
     oracle = compute(lambda t, o: dense(t, o, torch.float64), tensors, options, torch.float64)
-    check(f"{backend} {name} {compute.__name__}", got, standard, oracle, dtype)
+    check(f"{backend} {case.name} {compute.__name__}", got, standard, oracle, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 def test_every_backend_differentiates_or_refuses_by_name(backend) -> None:
     tensors, options = find("causal").make(torch.float32)
     if backend.name in ("cpu", "reference"):
-        agree(backend.name, "causal", torch.float32, tangents)
+        agree(backend.name, find("causal"), torch.float32, tangents)
         return
     with pytest.raises(rl.Unsupported, match=backend.name):
         tangents(

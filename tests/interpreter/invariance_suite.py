@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
-
-from interpreter import exact
 from unit.invariance import Batch
 
 import relampago as rl
 from relampago.plan import Plan
-
-exact.patch()
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("seed", "window"), [(206, (3, 0)), (212, None)])
@@ -28,8 +19,8 @@ def test_a_sequence_has_the_bits_it_has_alone(seed, window) -> None:
         ).check()
 
 
-def test_gradients_are_left_to_others() -> None:
-    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+def test_gradients_are_left_to_others(device) -> None:
+    q = torch.randn(1, 8, 2, 16, device=device, requires_grad=True)
     out = rl.attention(q, q, q, batch_invariant=True, backend="triton")
     with pytest.raises(rl.Unsupported, match="batch invariance forward only"):
         out.sum().backward()

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
-
-from interpreter import exact
 
 from relampago import quant
 from relampago.quant.columns import column_of, columns_in_all, first_column
 from relampago.quant.kernels import columns_in_e4m3, rows_in_e4m3
 
-exact.patch()
-torch.set_num_threads(1)
 CU = torch.tensor([0, 3, 3, 133, 150], dtype=torch.int32)
+packing = pytest.mark.parametrize("cu", [None, CU], ids=["dense", "packed"])
 
 
-def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return (x + 20 * (x > 3)).bfloat16()
+def made(cu: torch.Tensor | None, dim: int, device: str):
+    """A tensor with outliers, two sequences or packed ones with room behind; cu_seqlens; the longest sequence."""
+    shape = (2, 150, 2, dim) if cu is None else (155, 2, dim)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = (x + 20 * (x > 3)).bfloat16().to(device)
+    return (x, None, 150) if cu is None else (x, cu.to(device), 130)
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -35,10 +31,9 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dim", [16, 128, 256, 96, 40])
-@pytest.mark.parametrize("cu", [None, CU], ids=["dense", "packed"])
-def test_rows(dim, cu) -> None:
-    x = tensor(2, 150, 2, dim) if cu is None else tensor(155, 2, dim)
-    longest = 150 if cu is None else 130
+@packing
+def test_rows(dim, cu, device) -> None:
+    x, cu, longest = made(cu, dim, device)
     got, scales = rows_in_e4m3(x, cu, longest)
     want = quant.quantise(quant.rotate(x.float()), cu_seqlens=cu, max_seqlen=longest)
     found = want.scales > quant.cast.LEAST_SCALE  # of what is there
@@ -51,23 +46,22 @@ def test_rows(dim, cu) -> None:
     assert not got[rows][..., dim:].float().any()
 
 
-@pytest.mark.parametrize("cu", [None, CU], ids=["dense", "packed"])
+@packing
 @pytest.mark.parametrize("given", [False, True])
-def test_columns(cu, given) -> None:
-    v = tensor(2, 150, 2, 40) if cu is None else tensor(155, 2, 40)
-    longest = 150 if cu is None else 130
+def test_columns(cu, given, device) -> None:
+    v, cu, longest = made(cu, 40, device)
     want = quant.quantise(v, cu_seqlens=cu, max_seqlen=longest)
     if given:
         got, scales = columns_in_e4m3(want.values, cu, longest, want.scales)
     else:
         got, scales = columns_in_e4m3(v, cu, longest)
-    ends = [0, 150] if cu is None else CU.tolist()
+    ends = [0, 150] if cu is None else cu.tolist()
     assert got.shape[-1] == (256 if cu is None else columns_in_all(155, 4, 128))
     for b in range(2 if cu is None else 4):
         first, n = (0, 150) if cu is None else (ends[b], ends[b + 1] - ends[b])
         start = 0 if cu is None else first_column(first, b, 128)
         part = got[b if cu is None else 0][..., start : start + max(1, -(-n // 128)) * 128].float()
-        places = torch.tensor([column_of(key) for key in range(n)], dtype=torch.long)
+        places = torch.tensor([column_of(key) for key in range(n)], dtype=torch.long, device=device)
         rows = want.values[b, :, :] if cu is None else want.values[first : first + n]
         assert torch.equal(part[..., places], rows.float().permute(1, 2, 0))
         part[..., places] = 0

@@ -1,40 +1,50 @@
-"""The statistics' kernels on tiny problems, run by `test_interpreter.py` in a process of its own."""
+"""The statistics' kernels on tiny problems, run by `test_interpreter.py` in a process of its own, and by tests/gpu."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
-
-from interpreter import exact
-from unit.test_statistics import PACKED, dense, made, tiled, within_budget
+from budget import check
+from interpreter.small import small
+from oracle import dense
+from unit.test_statistics import agree, made
 
 import relampago as rl
-from relampago.cases import find
+from relampago import statistics
+from relampago.cases import Case
 from relampago.plan import Plan
-
-exact.patch()
-torch.set_num_threads(1)
 
 PLAN = Plan(block_q=32, block_k=32)
 FP32 = (
     "bottom-right", "window-sees-nothing", "block-sparse", "window-bias", "user-mod", "bias-finfo-min",
     "sinks-window", "packed-window", "no-keys",
 )  # fmt: skip
-ASKED = [*((n, torch.float32) for n in FP32), ("gqa", torch.bfloat16)]
+ASKED = [*((n, torch.float32) for n in FP32), ("bottom-right", torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("name", "dtype"), ASKED, ids=[n for n, _ in ASKED])
-def test_statistics(name: str, dtype: torch.dtype) -> None:
-    q, k, v, options = made(find(name), dtype)
+def judge(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Every statistic, and the forward that also finds the largest logits."""
+    q, k, v, options = made(case, dtype, device)
+    got = dict(
+        zip(("out", "lse"), agree("triton", case.name, q, k, v, options, dtype), strict=True)
+    )
+    standard, oracle = (
+        dict(zip(("out", "lse"), dense((q, k, v), options, kind), strict=True))
+        for kind in (dtype, torch.float64)
+    )
+    check(case.name, got, standard, oracle, dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype"), ASKED, ids=[f"{n}-{str(d)[6:]}" for n, d in ASKED])
+def test_statistics(name: str, dtype: torch.dtype, device: str) -> None:
     with rl.using(plan=PLAN):
-        got = tiled(q, k, options, 7, "triton")
-    oracle, standard = (dense(q, k, options, 7, d) for d in (torch.float64, dtype))
-    within_budget(f"triton {name}", got, standard, oracle, dtype)
-    function = rl.attention_varlen if PACKED[0] in options else rl.attention
-    with rl.using(plan=PLAN):
-        _, top = function(q, k, v, **options, backend="triton", return_max_logits=True)
-    within_budget(f"triton {name}", {**got, "max_logits": top}, standard, oracle, dtype)
+        judge(small(name), dtype, device)
+
+
+def test_logits_that_are_all_negative(device: str) -> None:
+    """The rows that fill a tile up behind the last have no part in the maximum."""
+    q = torch.ones(2, 5, 2, 16, device=device)
+    want = torch.full((2, 2), -4.0, device=device)
+    top = rl.attention(q, -q, q, backend="triton", return_max_logits=True)[1]
+    torch.testing.assert_close(top, want)
+    torch.testing.assert_close(statistics.rows(q, -q, backend="triton").max_logits, want)

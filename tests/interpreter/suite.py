@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run this through test_interpreter.py"
-
 from budget import check
 from contract.test_contract import call
-from interpreter import exact
+from interpreter.small import small
 from oracle import dense, run
 
 import relampago as rl
@@ -23,9 +19,6 @@ from relampago.cases import find
 from relampago.op import arrays_of
 from relampago.plan import Plan
 from relampago.problem import Saved, Wanted
-
-exact.patch()
-torch.set_num_threads(1)
 
 FP32 = (
     "full", "causal", "bottom-right", "one-key", "bhsd", "mqa", "dim-1",
@@ -40,8 +33,8 @@ HALF = ("bottom-right", "dim-192-v-128", "bias-finfo-min", "sinks", "packed-cros
 FUSED = ("mqa", "packed-cross", "bias-row", "block-sparse", "packed-dropout")
 
 
-def agree(case, dtype, **options) -> None:
-    tensors, settings = case.make(dtype)
+def agree(case, dtype, device, **options) -> None:
+    tensors, settings = case.make(dtype, device)
     got = run(lambda t, o: call(t, {**o, "backend": "triton", **options}), tensors, settings, dtype)
     standard = run(lambda t, o: dense(t, o, dtype), tensors, settings, dtype)
     oracle = run(lambda t, o: dense(t, o, torch.float64), tensors, settings, torch.float64)
@@ -49,31 +42,31 @@ def agree(case, dtype, **options) -> None:
 
 
 @pytest.mark.parametrize("name", FP32)
-def test_fp32(name) -> None:
-    agree(find(name), torch.float32)
+def test_fp32(name, device) -> None:
+    agree(small(name), torch.float32, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", HALF)
-def test_half(name, dtype) -> None:
-    agree(find(name), dtype)
+def test_half(name, dtype, device) -> None:
+    agree(find(name), dtype, device)
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused(name) -> None:
+def test_fused(name, device) -> None:
     with rl.using(plan=Plan(block_q=32, block_k=32, fused=1)):
-        agree(find(name), torch.float32)
+        agree(small(name), torch.float32, device)
 
 
 @pytest.mark.parametrize("name", ["bottom-right", "dim-40-v-72"])
-def test_tma(name) -> None:
+def test_tma(name, device) -> None:
     with rl.using(plan=Plan(block_q=32, block_k=32, tma=1, fused=1)):
-        agree(find(name), torch.float32)
+        agree(small(name), torch.float32, device)
 
 
-def lowered(case, dtype=torch.float32):
+def lowered(case, device):
     """A case's arrays, as a backend gets them."""
-    tensors, options = case.make(dtype)
+    tensors, options = case.make(torch.float32, device)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     packing = None
     if "cu_seqlens_q" in options:
@@ -85,15 +78,17 @@ PLAN = Plan(block_q=32, block_k=32)
 
 
 @pytest.mark.parametrize("name", ["bottom-right", "dim-40-v-72", "relative-bias"])
-def test_fold_into_other_keys(name) -> None:
+def test_fold_into_other_keys(name, device) -> None:
     """What another shard found, as rows of a longer result; a row that neither sees stays 0 with LSE -inf."""
-    x = lowered(find(name))
+    x = lowered(small(name), device)
     out, lse = forward.forward(x, PLAN)
     b, n, h, e = out.shape
     other, other_lse = torch.randn_like(out), torch.randn_like(lse)
     other[:, 1], other_lse[:, :, 1] = 0, -torch.inf
     want = rl.merge((other, other_lse), (out, lse))
-    longer, longer_lse = torch.full((b, n + 40, h, e), 7.0), torch.full((b, h, n + 40), 7.0)
+    longer, longer_lse = (
+        torch.full(shape, 7.0, device=device) for shape in ((b, n + 40, h, e), (b, h, n + 40))
+    )
     x.into = longer[:, 3 : n + 3], longer_lse[:, :, 3 : n + 3]
     for t, value in zip(x.into, (other, other_lse), strict=True):
         t.copy_(value)
@@ -105,11 +100,11 @@ def test_fold_into_other_keys(name) -> None:
     assert (longer_lse[:, :, n + 3 :] == 7).all()
 
 
-def test_rows_and_keys_of_no_sequence() -> None:
+def test_rows_and_keys_of_no_sequence(device) -> None:
     """Beyond cu_seqlens' end: out 0, LSE -inf, gradients 0, whatever lies there."""
-    x = lowered(find("packed"))
+    x = lowered(find("packed"), device)
     pad = 70
-    wide = [torch.cat([t, torch.full((pad, *t.shape[1:]), 3.0)]) for t in (x.q, x.k, x.v)]
+    wide = [torch.cat([t, t.new_full((pad, *t.shape[1:]), 3.0)]) for t in (x.q, x.k, x.v)]
     x.q, x.k, x.v = wide
     out, lse = forward.forward(x, PLAN)
     assert (out[-pad:] == 0).all()
@@ -126,20 +121,20 @@ def test_rows_and_keys_of_no_sequence() -> None:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["cache", "paged"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
-def test_keys_in_a_cache(paged, ragged) -> None:
+def test_keys_in_a_cache(paged, ragged, device) -> None:
     """Each sequence equals attention on its own keys."""
     torch.manual_seed(0)
     lens, rows, page = [37, 5, 0], [4, 9, 2] if ragged else [6, 6, 6], 8
-    lens_k = torch.tensor(lens, dtype=torch.int32)
-    k, v = (torch.randn(3, 48, 2, d) for d in (32, 16))
-    q = torch.randn(sum(rows), 4, 32)
-    x = lowered(find("causal"))
+    lens_k = torch.tensor(lens, dtype=torch.int32, device=device)
+    k, v = (torch.randn(3, 48, 2, d, device=device) for d in (32, 16))
+    q = torch.randn(sum(rows), 4, 32, device=device)
+    x = lowered(find("causal"), device)
     x.k, x.v, x.lens_k, x.len_q, x.len_k = k, v, lens_k, max(rows), 48
     x.q = q if ragged else q.unflatten(0, (3, 6))
     if ragged:
-        x.cu_q = torch.tensor([0, *rows]).cumsum(0).int()
+        x.cu_q = torch.tensor([0, *rows], device=device).cumsum(0).int()
     if paged:
-        order = torch.randperm(3 * 6)
+        order = torch.randperm(3 * 6, device=device)
         x.page_table = order.argsort().int().view(3, 6)
         x.k, x.v = (t.reshape(18, page, 2, -1)[order].contiguous() for t in (k, v))
     x.scale, x.band = 0.2, x.band._replace(offset=0, right=0)
@@ -147,31 +142,32 @@ def test_keys_in_a_cache(paged, ragged) -> None:
     first = 0
     for b, (n, m) in enumerate(zip(rows, lens, strict=True)):
         part = slice(first, first + n)
-        want, want_lse = rl.attention(
-            q[None, part], k[b : b + 1, :m], v[b : b + 1, :m], causal=True, scale=0.2,
-            return_lse=True, backend="reference",
-        )  # fmt: skip
-        got, got_lse = (out[part], lse[:, part]) if ragged else (out[b], lse[b])
-        torch.testing.assert_close(got, want[0], atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(got_lse, want_lse[0], atol=2e-6, rtol=1e-5)
+        alone = q[None, part], k[b : b + 1, :m], v[b : b + 1, :m]
+        standard, oracle = (
+            dict(zip(("out", "lse"), dense(alone, {"causal": True, "scale": 0.2}, t), strict=True))
+            for t in (torch.float32, torch.float64)
+        )
+        got = (out[part], lse[:, part]) if ragged else (out[b], lse[b])
+        named = {name: t[None] for name, t in zip(("out", "lse"), got, strict=True)}
+        check(f"sequence {b}", named, standard, oracle, torch.float32)
         first += n
 
 
-def test_dropout_bits() -> None:
+def test_dropout_bits(device) -> None:
     """The kernel drops what `dropout.kept` says: with v the identity, out shows which weights stayed."""
-    x = lowered(find("dropout"))
-    x.q, x.k = torch.zeros(2, 40, 4, 16), torch.zeros(2, 48, 2, 16)
-    x.v = torch.eye(48)[None, :, None].expand(2, 48, 2, 48).contiguous()
-    x.len_q, x.len_k, x.seed = 40, 48, torch.tensor(-(2**35) + 11)
+    x = lowered(find("dropout"), device)
+    x.q, x.k = (torch.zeros(2, n, h, 16, device=device) for n, h in ((40, 4), (48, 2)))
+    x.v = torch.eye(48, device=device)[None, :, None].expand(2, 48, 2, 48).contiguous()
+    x.len_q, x.len_k, x.seed = 40, 48, torch.tensor(-(2**35) + 11, device=device)
     out, _ = forward.forward(x, PLAN)
-    stream = torch.arange(8).view(2, 1, 4, 1)
-    row, key = torch.arange(40).view(1, -1, 1, 1), torch.arange(48).view(1, 1, 1, -1)
+    stream, row, key = (torch.arange(n, device=device) for n in (8, 40, 48))
+    stream, row, key = stream.view(2, 1, 4, 1), row.view(1, -1, 1, 1), key.view(1, 1, 1, -1)
     assert torch.equal(out > 0, dropout.kept(x.seed, stream, row, key, x.dropout_p))
 
 
-def test_lengths_are_clamped() -> None:
+def test_lengths_are_clamped(device) -> None:
     """Lengths beyond the tensors read nothing outside of them."""
-    x = lowered(find("packed"))
+    x = lowered(find("packed"), device)
     x.cu_q, x.cu_k = x.cu_q + 1000, x.cu_k + 1000
     out, _ = forward.forward(x, PLAN)
     assert out.shape[0] == x.q.shape[0]
@@ -188,27 +184,32 @@ def _twice(score, q, k, head, args, math):
     return score * 2.0
 
 
-def test_a_mod_without_arguments() -> None:
-    q = torch.randn(1, 24, 2, 16)
+def test_a_mod_without_arguments(device) -> None:
+    q = torch.randn(1, 24, 2, 16, device=device)
     got = rl.attention(q, q, q, score_mod=rl.ScoreMod(_twice), backend="triton")
     want = rl.attention(q, q, q, scale=0.5, backend="reference")
     torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
-def test_odd_scales(scale) -> None:
-    q, k, v = torch.randn(3, 1, 24, 2, 16)
+def test_odd_scales(scale, device) -> None:
+    q, k, v = torch.randn(3, 1, 24, 2, 16, device=device)
     got = rl.attention(q, k, v, scale=scale, causal=True, backend="triton")
     want = rl.attention(q, k, v, scale=scale, causal=True, backend="reference")
     torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("fused", [0, 1])
-@pytest.mark.parametrize("shape", [(2, 4, 1, 48), (2, 4, 40, 1), (1, 1, 1, 1)], ids=str)
-def test_gradient_of_a_shared_bias(shape, fused) -> None:
+@pytest.mark.parametrize("shape", [(2, 2, 1, 48), (2, 2, 40, 1), (1, 1, 1, 1)], ids=str)
+def test_gradient_of_a_shared_bias(shape, fused, device) -> None:
     """One bias for all rows, or all keys: every tile adds to it."""
-    case = replace(find("bias"), options={"bias": lambda g: torch.randn(shape, generator=g)})
+    case = replace(
+        find("bias"),
+        heads=2,
+        kv_heads=1,
+        options={"bias": lambda g: torch.randn(shape, generator=g)},
+    )
     with rl.using(plan=Plan(block_q=32, block_k=32, fused=fused)):
-        agree(case, torch.float32)
+        agree(case, torch.float32, device)
         if not fused:
-            agree(case, torch.float32, deterministic=True)
+            agree(case, torch.float32, device, deterministic=True)

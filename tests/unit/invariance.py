@@ -40,13 +40,15 @@ class Batch:
     device: str = "cpu"
     backend: str | None = None
     more: dict[str, Any] = field(default_factory=dict)  # options that are not left to chance
+    dims: tuple[tuple[int, int], ...] = DIMS
+    groups: tuple[tuple[int, int], ...] = GROUPS
     options: dict[str, Any] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         r = self.random = random.Random(self.seed)
         g = torch.Generator().manual_seed(self.seed)
-        (dim, dim_v), (kv, group) = r.choice(DIMS), r.choice(GROUPS)
+        (dim, dim_v), (kv, group) = r.choice(self.dims), r.choice(self.groups)
         self.dtype = r.choice(self.dtypes)
         loud = r.choice((1.0, 1.0, 8.0))  # 8: beyond the bound under which no maximum is kept
         window = r.choice((None, None, (r.randrange(1, 200), 0)))

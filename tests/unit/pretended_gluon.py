@@ -298,6 +298,8 @@ def make_language() -> types.ModuleType:
     gl.arange = lambda start, end, layout: Tensor(np.arange(start, end))
     gl.expand_dims = lambda x, axis: Tensor(np.expand_dims(x.a, axis))
     gl.reshape = lambda x, shape: Tensor(x.a.reshape(shape))
+    gl.split = lambda x: (Tensor(x.a[..., 0]), Tensor(x.a[..., 1]))
+    gl.join = lambda x, y: Tensor(np.stack([x.a, y.a], axis=-1))
     gl.permute = lambda x, order: Tensor(x.a.transpose(order))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
@@ -339,6 +341,10 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return Tensor(_quiet(np.exp2, args[0].a))
     if text.startswith("rcp"):
         return Tensor(_quiet(np.reciprocal, args[0].a))
+    if "e4m3x2" in text:
+        return _words(args)
+    if text.startswith("mov.b32 $0"):
+        return _bytes_of(args[0])
     if "vote.sync" in text:
         return args[0] * args[1]
     if text.startswith("bar."):
@@ -349,6 +355,19 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return None
     assert "st.volatile" in text
     return args[0]
+
+
+def _words(four: list[Any]) -> Any:
+    """Four numbers in e4m3 as the bytes of an int32, the first lowest."""
+    eights = torch.from_numpy(np.stack([x.a for x in four], axis=-1)).clamp(-448, 448)
+    return Tensor(eights.to(torch.float8_e4m3fn).view(torch.int32)[..., 0].numpy())
+
+
+def _bytes_of(words: Any) -> Any:
+    """Of four equal words the first's lowest byte, the second's next one, ..., as numbers."""
+    one = torch.from_numpy(words.a[..., ::4].astype(np.int32))
+    assert (words.a == np.repeat(one.numpy(), 4, axis=-1)).all()
+    return Tensor(one.contiguous().view(torch.float8_e4m3fn).double().numpy())
 
 
 def _load(pointer: Pointer, mask: Any = None, other: float | None = None) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from budget import check
+from contract.test_contract import refusals
 from oracle import dense
 
 import relampago as rl
 from relampago import quant
-from relampago.cases import find
+from relampago.cases import Case, find
 from relampago.problem import Device
+from relampago.select import by_name
 
 DEVICES = {
     "sm80": Device("cuda", "sm80", 108, 163 * 1024),
@@ -68,13 +70,25 @@ def call(tensors, options):
 @pytest.mark.parametrize("name", CASES)
 def test_cpu_is_as_near_as_the_formula(name) -> None:
     """The tiled emulation and the dense one round the same numbers; neither is the nearer to fp64."""
-    tensors, options = find(name).make(torch.bfloat16)
+    assert judge("cpu", find(name))
+
+
+def judge(backend: str, case: Case, device: str = "cpu") -> bool:
+    """Out and LSE beside the dense formula's with the same roundings, or the refusal's words; whether it ran."""
+    tensors, options = case.make(torch.bfloat16, device)
     fp8 = {**options, "precision": "fp8"}
-    standard = call(tensors, {**fp8, "backend": "reference"})
+    refusal, _ = refusals(by_name(backend), tensors, fp8)
+    if refusal is not None:
+        with pytest.raises(rl.Unsupported) as caught:
+            call(tensors, {**fp8, "backend": backend})
+        assert refusal in str(caught.value)
+        return False
+    got, standard = (call(tensors, {**fp8, "backend": name}) for name in (backend, "reference"))
     oracle = dict(zip(("out", "lse"), dense(tensors, options, torch.float64), strict=True))
-    check(name, call(tensors, {**fp8, "backend": "cpu"}), standard, oracle, torch.bfloat16)
-    assert standard["out"].dtype == torch.bfloat16
-    assert standard["lse"].dtype == torch.float32
+    check(f"{backend} {case.name}", got, standard, oracle, torch.bfloat16)
+    for one in (got, standard):
+        assert (one["out"].dtype, one["lse"].dtype) == (torch.bfloat16, torch.float32)
+    return True
 
 
 def test_reference_is_the_formula() -> None:
@@ -124,12 +138,13 @@ def test_scales_per_kv_head() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_gradients_are_those_without_fp8(backend) -> None:
+def test_gradients_are_those_without_fp8(backend, device) -> None:
     """Straight through: the backward sees the inputs, not their FP8 likeness."""
-    tensors, options = find("packed-window").make(torch.bfloat16)
+    tensors, options = find("packed-window").make(torch.bfloat16, device)
+    options["deterministic"] = True
     g = torch.Generator().manual_seed(6)
-    dout = torch.randn(tensors[0].shape, generator=g).bfloat16()
-    dlse = torch.randn(tensors[0].shape[1], tensors[0].shape[0], generator=g)
+    dout = torch.randn(tensors[0].shape, generator=g).bfloat16().to(device)
+    dlse = torch.randn(tensors[0].shape[1], tensors[0].shape[0], generator=g).to(device)
     found = []
     for precision in (None, "fp8"):
         leaves = [t.clone().requires_grad_() for t in tensors]

@@ -16,17 +16,21 @@ K_SCALE, V_SCALE = torch.tensor([0.02, 0.05]), torch.tensor([0.01, 0.5])
 SCALES = {"k_scale": K_SCALE, "v_scale": V_SCALE}
 
 
-def filled(kind: type, counts: torch.Tensor) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
+def filled(
+    kind: type, counts: tuple[int, ...], device: str = "cpu"
+) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
     """A cache of three sequences, and what was appended."""
-    options = {"dtype": quant.E4M3, **SCALES}
+    scales = {name: t.to(device) for name, t in SCALES.items()}
+    options = {"dtype": quant.E4M3, "device": device, **scales}
+    most, page = max(counts), 16
     cache = (
-        KVCache(3, 60, G, D, E, **options)
+        KVCache(3, most + 10, G, D, E, **options)
         if kind is KVCache
-        else PagedKVCache(3, 20, 16, G, D, E, **options)
+        else PagedKVCache(3, 3 * (most // page + 3), page, G, D, E, **options)
     )
     g = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(3, 50, G, d, generator=g).bfloat16() for d in (D, E))
-    cache.append(k, v, counts)
+    k, v = (torch.randn(3, most, G, d, generator=g).bfloat16().to(device) for d in (D, E))
+    cache.append(k, v, torch.tensor(counts, dtype=torch.int32, device=device))
     return cache, k, v
 
 
@@ -34,32 +38,34 @@ def filled(kind: type, counts: torch.Tensor) -> tuple[KVCache, torch.Tensor, tor
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
 def test_decode(kind, packed, backend) -> None:
-    counts = torch.tensor([37, 1, 50], dtype=torch.int32)
-    cache, k, v = filled(kind, counts)
+    decode(kind, (37, 1, 50), packed, backend)
+
+
+def decode(kind, counts: tuple[int, ...], packed: bool, backend: str, device: str = "cpu") -> None:
+    """A token each, appended and attended to, against attention to what the cast values stand for."""
+    cache, k, v = filled(kind, counts, device)
     g = torch.Generator().manual_seed(1)
-    q = torch.randn(3, 1, H, D, generator=g).bfloat16()
-    new = [torch.randn(3, 1, G, d, generator=g).bfloat16() for d in (D, E)]
+    q = torch.randn(3, 1, H, D, generator=g).bfloat16().to(device)
+    new = [torch.randn(3, 1, G, d, generator=g).bfloat16().to(device) for d in (D, E)]
+    scales = [t.to(device).double()[:, None] for t in (K_SCALE, V_SCALE)]
     more = {}
     if packed:
-        q, more = (
-            q[:, 0],
-            {"cu_seqlens_q": torch.tensor([0, 1, 2, 3], dtype=torch.int32), "max_seqlen_q": 1},
-        )
+        ends = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
+        q, more = q[:, 0], {"cu_seqlens_q": ends, "max_seqlen_q": 1}
     out, lse = rl.attention_decode(q, cache, *new, return_lse=True, backend=backend, **more)
     assert out.dtype == torch.bfloat16
-    for b in range(3):
-        n = int(counts[b])
+    for b, n in enumerate(counts):
         keys, values = (
             torch.cat([t[b, :n], one[b]]).double() for t, one in zip((k, v), new, strict=True)
         )
         cast = [
-            (t / s.double()[:, None]).clamp(-448, 448).to(quant.E4M3).double() * s.double()[:, None]
-            for t, s in ((keys, K_SCALE), (values, V_SCALE))
+            (t / s).clamp(-448, 448).to(quant.E4M3).double() * s
+            for t, s in zip((keys, values), scales, strict=True)
         ]
         query = q[b][None] if not packed else q[b][None, None]
         oracle, standard = (
             dict(zip(("out", "lse"), rl.attention(query.to(t), cast[0][None].to(t), cast[1][None].to(t),
-                                                  return_lse=True), strict=True))
+                                                  return_lse=True, backend="reference"), strict=True))
             for t in (torch.float64, torch.bfloat16)
         )  # fmt: skip
         rows = {
@@ -70,7 +76,7 @@ def test_decode(kind, packed, backend) -> None:
 
 
 def test_fork_and_gather() -> None:
-    cache, _, _ = filled(PagedKVCache, torch.tensor([37, 0, 0], dtype=torch.int32))
+    cache, _, _ = filled(PagedKVCache, (37, 0, 0))
     assert isinstance(cache, PagedKVCache)
     cache.fork(0, [2])
     for ours, theirs in zip(cache.gather(0), cache.gather(2), strict=True):

@@ -50,8 +50,13 @@ def mixed(head, row, key, far) -> rl.ScoreMod:
 B, H, LQ, LK = 2, 4, 90, 110
 
 
-def draw(*shapes) -> list[torch.Tensor]:
-    return [torch.randn(s) for s in shapes]
+def draw(*shapes, device: str = "cpu") -> list[torch.Tensor]:
+    return [torch.randn(s).to(device) for s in shapes]
+
+
+def numbers(tables) -> torch.Tensor:
+    """Those of the keys, where the tables are."""
+    return torch.arange(LK, device=tables[0].device)
 
 
 CASES = {
@@ -64,9 +69,9 @@ CASES = {
     "all axes per sequence": lambda t: {"score_mod": (mixed(*t), relative_bias(t[3]))},
     "slopes": lambda t: {"alibi_slopes": t[0], "causal": True},
     "slopes per sequence": lambda t: {"alibi_slopes": t[0]},
-    "places": lambda t: {"score_mod": relative_bias(t[0], torch.arange(LK) // 3)},
+    "places": lambda t: {"score_mod": relative_bias(t[0], numbers(t) // 3)},
     "places per sequence": lambda t: {
-        "score_mod": relative_bias(t[0], torch.stack([torch.arange(LK) % 17, torch.arange(LK) // 2]))
+        "score_mod": relative_bias(t[0], torch.stack([numbers(t) % 17, numbers(t) // 2]))
     },
     "t5": lambda t: {"score_mod": t5_bias(t[0], max_distance=60)},
     "t5 decoder": lambda t: {"score_mod": t5_bias(t[0], bidirectional=False, max_distance=60), "causal": True},
@@ -128,19 +133,26 @@ ASKED = [*(("cpu", name) for name in CASES),
 
 @pytest.mark.parametrize(("backend", "name"), ASKED)
 def test_against_the_oracle(backend, name) -> None:
-    tensors = draw((B, LQ, H, 16), (B, LK, 2, 16), (B, LK, 2, 16))
-    tables = draw(*SHAPES.get(name, [(H, 41)]))
-    for dtype in (torch.float32, torch.bfloat16) if name == "all axes" else (torch.float32,):
+    judge(
+        backend, name, (torch.float32, torch.bfloat16) if name == "all axes" else (torch.float32,)
+    )
+
+
+def judge(backend: str, name: str, dtypes, device: str = "cpu") -> None:
+    """One of CASES."""
+    tensors = draw((B, LQ, H, 16), (B, LK, 2, 16), (B, LK, 2, 16), device=device)
+    tables = draw(*SHAPES.get(name, [(H, 41)]), device=device)
+    for dtype in dtypes:
         agree([t.to(torch.bfloat16) for t in tensors], tables, CASES[name], dtype, backend)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_packed_sequences(backend) -> None:
+def test_packed_sequences(backend, device) -> None:
     lengths_q, lengths_k = (0, 20, 37, 3), (5, 20, 50, 9)
-    tensors = draw((60, H, 16), (84, 2, 16), (84, 2, 16))
-    ends = [torch.tensor((0, *n)).cumsum(0).int() for n in (lengths_q, lengths_k)]
+    tensors = draw((60, H, 16), (84, 2, 16), (84, 2, 16), device=device)
+    ends = [torch.tensor((0, *n)).cumsum(0).int().to(device) for n in (lengths_q, lengths_k)]
     packing = dict(zip(PACKED, (*ends, 37, 50), strict=True))
-    tables = draw((H,), (37,), (H, 50), (H, 21))
+    tables = draw((H,), (37,), (H, 50), (H, 21), device=device)
     agree(
         tensors,
         tables,

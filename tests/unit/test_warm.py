@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import relampago as rl
@@ -14,20 +17,21 @@ from relampago import warm
 def taken(monkeypatch):
     """How often a call has gone the short way."""
     counts = {"first": 0, "again": 0}
-    first, run = warm.first, warm._run
 
-    def counted_first(*args):
-        counts["first"] += 1
-        counts["again"] -= 1
-        return first(*args)
+    class Counted(warm.Known):
+        __slots__ = ()
 
-    def counted_run(*args):
-        counts["again"] += 1
-        return run(*args)
+        def __init__(self, *args):
+            super().__init__(*args)
+            counts["first"] += 1
+            counts["again"] -= 1
+
+        def __call__(self, given):
+            counts["again"] += 1
+            return super().__call__(given)
 
     monkeypatch.setattr(warm, "_known", {})
-    monkeypatch.setattr(warm, "first", counted_first)
-    monkeypatch.setattr(warm, "_run", counted_run)
+    monkeypatch.setattr(warm, "Known", Counted)
     return counts
 
 
@@ -81,12 +85,10 @@ def test_bad_input_is_refused_after_a_like_call(taken) -> None:
         rl.attention(q, k, v, window=[3])
 
 
-def test_gradients_and_those_who_watch_ops_go_the_ops_way(taken) -> None:
+def test_those_who_watch_ops_see_them(taken) -> None:
     q, k, v = make()
     rl.attention(q, k, v)
     leaf = q.clone().requires_grad_()
-    rl.attention(leaf, k, v).sum().backward()
-    assert leaf.grad is not None
     with FlopCounterMode(display=False) as counter:
         rl.attention(q, k, v)
     assert counter.get_total_flops() > 0
@@ -103,10 +105,87 @@ def test_gradients_and_those_who_watch_ops_go_the_ops_way(taken) -> None:
     assert taken == {"first": 1, "again": 1}
 
 
+def test_who_watches_the_backward_alone_sees_its_op(taken) -> None:
+    q, k, v = make()
+    leaf = q.clone().requires_grad_()
+    out = rl.attention(leaf, k, v)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() > 0
+    assert taken["first"] == 1
+
+
+WITH_GRADIENT = [
+    {},
+    {"causal": True, "window": (5, 0), "softcap": 3.0},
+    {"sinks": torch.randn(4, dtype=torch.float64)},
+    {"deterministic": True},
+]
+
+
+@pytest.mark.parametrize("options", WITH_GRADIENT, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("uses", ["out", "lse", "both"])
+def test_gradients_are_those_of_the_op(taken, options, uses) -> None:
+    """First and second ones, of some inputs or all."""
+    given = [t.double() for t in make()] + [options[n] for n in ("sinks",) if n in options]
+
+    def gradients(wanted: int, watch: bool) -> list[torch.Tensor | None]:
+        leaves = [t.clone().requires_grad_(at < wanted) for at, t in enumerate(given)]
+        more = {"sinks": leaves[3]} if len(leaves) > 3 else {}
+        with FlopCounterMode(display=False) if watch else contextlib.nullcontext():
+            out, lse = rl.attention(*leaves[:3], **{**options, **more}, return_lse=True)
+            parts = {"out": [out.cos()], "lse": [lse.sin()], "both": [out.cos(), lse.sin()]}[uses]
+            total = sum(part.sum() for part in parts)
+            leaves = leaves[:wanted]
+            kind = {"create_graph": True, "allow_unused": True}
+            first = torch.autograd.grad(total, leaves, **kind)
+            again = sum(g.square().sum() for g in first if g is not None)
+            return [*first, *torch.autograd.grad(again, leaves, allow_unused=True)]
+
+    for wanted in (1, len(given)):
+        for short, long in zip(gradients(wanted, False), gradients(wanted, True), strict=True):
+            assert (short is None) == (long is None)
+            assert short is None or torch.equal(short, long)
+    assert taken["first"] == 1
+    assert taken["again"] == 1
+
+
+def test_gradient_without_a_graph_is_that_of_the_op(taken) -> None:
+    q, k, v = make()
+    found = []
+    for watch in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with FlopCounterMode(display=False) if watch else contextlib.nullcontext():
+            rl.attention(*leaves, causal=True).square().sum().backward()
+        found.append([t.grad for t in leaves])
+    assert taken["first"] == 1
+    for short, long in zip(*found, strict=True):
+        assert torch.equal(short, long)
+
+
+def test_checkpoint_recomputes_the_short_way_too(taken) -> None:
+    q, k, v = make()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    want = torch.autograd.grad(rl.attention(*leaves).square().sum(), leaves)
+    out = torch.utils.checkpoint.checkpoint(rl.attention, *leaves, use_reentrant=False)
+    for got, expected in zip(torch.autograd.grad(out.square().sum(), leaves), want, strict=True):
+        assert torch.equal(got, expected)
+    assert taken == {"first": 1, "again": 2}
+
+
+def test_an_input_changed_in_place_before_the_backward_is_found(taken) -> None:
+    q, k, v = make()
+    leaf = q.clone().requires_grad_()
+    out = rl.attention(leaf, k, v)
+    k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_what_is_kept_is_bounded_and_holds_no_tensor(taken, monkeypatch) -> None:
     monkeypatch.setattr(warm, "MOST", 3)
     for length in range(1, 9):
         rl.attention(*make(length))
     assert len(warm._known) <= 3
     for known in warm._known.values():
-        assert not any(isinstance(x, torch.Tensor) for x in known.fields.values())
+        assert not any(isinstance(x, torch.Tensor) for x in (*known.arrays.values(), *known.call))

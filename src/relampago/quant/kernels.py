@@ -6,6 +6,7 @@ summed in fp32, on the tensor cores: a dim of 256 is two of 128 and one step of 
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from relampago.quant.cast import BLOCK, E4M3, LARGEST, LEAST_SCALE, MOST_SCALE
 from relampago.quant.columns import column_of, columns_in_all, first_column
 from relampago.quant.rotation import parts, rotate, signs
+from relampago.tape import note, supplied
 
 _compiled = (lambda fn: fn) if os.environ.get("TRITON_INTERPRET") == "1" else triton.jit
 first_column_of, place_of_key = _compiled(first_column), _compiled(column_of)
@@ -151,7 +153,8 @@ def cast_columns(
 
 def launch(kernel: Any, grid: tuple[int, int, int], warps: int, *args: Any) -> None:
     """Start a kernel on the current device. Tests put a compiler in its place."""
-    kernel.run(*args, grid=grid, warmup=False, num_warps=warps)
+    compiled = kernel.run(*args, grid=grid, warmup=False, num_warps=warps, enable_fp_fusion=True)
+    note(compiled, grid, args)
 
 
 def warps_for(width: int) -> int:
@@ -182,7 +185,8 @@ def rows_in_e4m3(
     y = torch.empty((*x.shape[:-1], d1 + d2), dtype=E4M3, device=x.device)
     scales = torch.empty((batch, heads, blocks), dtype=torch.float32, device=x.device)
     launch(
-        cast_rows, (blocks, heads, batch), warps_for(d1 + d2), x, y, scales, signs(dim, x.device), cu, length, heads,
+        cast_rows, (blocks, heads, batch), warps_for(d1 + d2), x, y, scales,
+        supplied(functools.partial(signs, dim, x.device)), cu, length, heads,
         blocks, *strides, dim, d1, d2, rotated, dim == 2 * WIDEST and rotated,
     )  # fmt: skip
     return y, scales

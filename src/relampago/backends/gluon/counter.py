@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+from relampago.tape import supplied
 
 WORDS = 4  # int32 of a cell: a pointer that is not aligned to 16 bytes would be compiled for apart
 
@@ -32,7 +36,11 @@ _COUNTERS: dict[int, Counters] = {}
 
 
 def counter(device: torch.device) -> Tensor:
-    """A counter at 0 for one launch on the current stream."""
+    """A counter at 0 for one launch on the current stream, in every call another one perhaps."""
+    return supplied(functools.partial(_counter, device))
+
+
+def _counter(device: torch.device) -> Tensor:
     index = device.index or 0
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if index not in _COUNTERS and not capturing:
@@ -42,7 +50,7 @@ def counter(device: torch.device) -> Tensor:
     if counters is not None and capturing:
         found = counters.take()
     elif counters is not None:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = torch._C._cuda_getCurrentRawStream(index) if device.type == "cuda" else 0
         if stream not in counters.of_stream and (taken := counters.take()) is not None:
             counters.of_stream[stream] = taken
         found = counters.of_stream.get(stream)

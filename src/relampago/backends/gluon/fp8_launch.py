@@ -59,8 +59,7 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         None if box is None else descriptor(t, box)
         for t, box in zip((q, k, v, out), setting.boxes, strict=True)
     ]
-    host.start_again(
-        setting.compiled, host.kind_of(q.device, x.cu_q, x.cu_k, sinks, start, end),
+    host.launch(
         attend_fp8, setting.grid, plan, *views, part, found,
         host.counter(q.device) if setting.schedule == schedule.DYNAMIC else lse,
         scale * host.LOG2E if cap is None else scale / cap, of_q, of_k, of_v,
@@ -121,5 +120,5 @@ def setting_of(
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
     return host.Setting(
-        grid, by, boxes, size, kind.sides, host.softcap_of(mods), constants, shape_out, {}
+        grid, by, boxes, size, kind.sides, host.softcap_of(mods), constants, shape_out
     )

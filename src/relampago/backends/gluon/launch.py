@@ -42,10 +42,10 @@ from relampago.backends.gluon.sm90_forward import attend
 from relampago.mods import rule_of
 from relampago.plan import Plan
 from relampago.problem import Arrays
+from relampago.tape import note
 
 LOG2E = 1.4426950408889634
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a thread: consumers' and producer's
-NONE_GIVEN = (None,) * 5  # cu_seqlens, sinks, tables
 COMBINING = Plan(block_q=1, block_k=1, warps=4)
 
 __all__ = [
@@ -98,7 +98,6 @@ class Setting(NamedTuple):
     cap: float | None
     constants: tuple[Any, ...]
     shape_out: tuple[int, ...]
-    compiled: dict[Any, Any]  # what Triton made of it, see `start_again`
 
 
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
@@ -138,8 +137,7 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         None if box is None else descriptor(t, box)
         for t, box in zip((q, q, k, k, v, v, out, out), setting.boxes, strict=True)
     ]
-    start_again(
-        setting.compiled, (kind_of(q.device, x.cu_q, x.cu_k, sinks, start, end), kind_of_target(target)),
+    launch(
         attend, setting.grid, plan, *views, part, found,
         counter(q.device) if setting.schedule == schedule.DYNAMIC else lse,
         (scale if cap is None else cap) * LOG2E, *size, *setting.sides, extra, *setting.constants,
@@ -219,7 +217,7 @@ def setting_of(
         *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
-    return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out, {})
+    return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out)
 
 
 def lse_of(x: Arrays, value: float | None) -> Tensor:
@@ -241,36 +239,12 @@ def softcap_of(mods: tuple[str, ...]) -> float | None:
     return float(rule_of(mods[0]).slots[0]) if mods else None
 
 
-def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> Any:
-    """Start a kernel on the current device; what Triton compiled. Tests put a compiler in its place."""
-    return kernel.run(*args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps)
-
-
-def start_again(
-    compiled: dict[Any, Any], kind: Any, kernel: Any, grid: int, plan: Plan, *args: Any
-) -> None:
-    """`launch`, but what was compiled for a kind of arguments starts without a second look at each of them."""
-    found = compiled.get(kind)
-    if found is None:
-        compiled[kind] = launch(kernel, grid, plan, *args)
-    else:
-        found[(grid, 1, 1)](*args)
-
-
-def kind_of(device: torch.device, *given: Tensor | None) -> tuple[Any, ...]:
-    """What Triton compiles for apart, of tensors that may be there: dtype, and an address of 16-byte steps."""
-    if given == NONE_GIVEN:
-        return (device.index,)
-    kinds = (None if t is None else (t.dtype, t.data_ptr() % STEP == 0) for t in given)
-    return (device.index, *kinds)
-
-
-def kind_of_target(target: Target | None) -> tuple[Any, ...] | None:
-    """What Triton compiles for apart: whether there is a sum, addresses and steps in 16s, steps of 1."""
-    if target is None:
-        return None
-    aligned = (target.out.data_ptr() % STEP == 0, target.lse.data_ptr() % STEP == 0)
-    return (target.before is None, *aligned, *((n == 1, n % 16 == 0) for n in target[3:]))
+def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
+    """Start a kernel on the current device. Tests put a compiler in its place."""
+    compiled = kernel.run(
+        *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, enable_fp_fusion=True
+    )
+    note(compiled, (grid, 1, 1), args)
 
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:

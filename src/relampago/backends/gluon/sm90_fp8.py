@@ -110,13 +110,34 @@ def of_rows(scales, tile, heads, rows, size, factor):
 
 
 @gluon.jit
-def operand(p, P_L: gl.constexpr):
-    """Weights as the next product's operand: keys in the order of `quant.columns`, and no register moves."""
-    p = p.to(gl.float8e4nv)
+def words(p):
+    """Weights in e4m3, four to an int32: of the keys that are neighbours in the order of `quant.columns`.
+
+    A loop carries bytes in a register each, with some ten instructions to take four apart and to join them again.
+    """
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     p = gl.permute(gl.reshape(p, [M, N // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
-    return gl.convert_layout(gl.reshape(p, [M, N]), P_L, assert_trivial=True)
+    even, odd = gl.split(gl.reshape(p, [M, N // 4, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+        "mov.b32 $0, {a, b}; }",
+        "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def operand(w, P_L: gl.constexpr):
+    """Those words as the next product's operand, register by register."""
+    M: gl.constexpr = w.shape[0]
+    N: gl.constexpr = w.shape[1] * 4
+    w = gl.join(w, w)
+    w = gl.convert_layout(gl.reshape(gl.join(w, w), [M, N]), P_L, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [w], dtype=gl.float8e4nv, is_pure=True, pack=4
+    )
 
 
 @gluon.jit
@@ -190,7 +211,7 @@ def weights(s, m, factor, cap, S_L: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, keys, values, acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
+    q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
     seen, band, cap, factor, scales, kv_at, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
     D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
     P_L: gl.constexpr, W: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr, TABLES: gl.constexpr,
@@ -203,6 +224,7 @@ def step(
     wait_turn(WG, PINGPONG)
     s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
     v = receive(values, stage_v, phase_v, E, BK)
+    p8 = operand(p_words, P_L)
     t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
     give_turn((WG + 1) % WGS, PINGPONG)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
@@ -225,10 +247,24 @@ def step(
     beta = alpha * (sv / sv_new)
     if PARTS == 0:
         acc1 = acc1 * spread(beta, O_L)
-    p8 = operand(p, P_L)
+    p_words = words(p)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    return acc1, acc2, acc3, acc4, p8, m_new, l, beta, sv_new, stage_k, phase_k, stage_v, phase_v
+    return (
+        acc1,
+        acc2,
+        acc3,
+        acc4,
+        p_words,
+        m_new,
+        l,
+        beta,
+        sv_new,
+        stage_k,
+        phase_k,
+        stage_v,
+        phase_v,
+    )
 
 
 @gluon.jit
@@ -310,17 +346,18 @@ def consume(
         p, m = weights(s, m, by_row * sk, extra.cap, S_L)
         l = part_sum(p)
         beta = gl.full([ROWS], 1.0, gl.float32, R_L)  # acc is 0
-        p8 = operand(p, P_L)
+        p_words = words(p)
 
         for _ in range(tile.count - 1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            (acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
-                q, keys, values, acc1, acc2, acc3, acc4, p8, m, l, beta, sv, stage_k, phase_k, stage_v,
+            (acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
+                q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v,
                 phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
                 S_L, O_L, P_L, W, LOOPED, ENDS, TABLES, PINGPONG, PIN, PARTS,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, E, BK)
+        p8 = operand(p_words, P_L)
         t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
         mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L) * (1.0 / TIMES)

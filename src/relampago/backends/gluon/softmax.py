@@ -124,13 +124,14 @@ def capped(s, cap):
 def rescaling(n):
     """Assembly: n numbers times as many, unless the first four of these are 1 in all threads of a warp.
 
-    A thread of WGMMA's accumulator has two rows, which alternate by pairs.
+    A thread of WGMMA's accumulator has two rows, which alternate by pairs. The numbers are operands twice, as results
+    and as inputs in the same place: the factors come after both.
     """
-    one = "0f3F800000"
-    told = " ".join(f"setp.ne.or.f32 p, ${n + i}, {one}, p;" for i in range(1, 4))
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${n + i};" for i in range(n))
+    one, by = "0f3F800000", 2 * n
+    told = " ".join(f"setp.ne.or.f32 p, ${by + i}, {one}, p;" for i in range(1, 4))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${by + i};" for i in range(n))
     return (
-        f"{{ .reg .pred p; setp.ne.f32 p, ${n}, {one}; {told} vote.sync.any.pred p, p, 0xffffffff; "
+        f"{{ .reg .pred p; setp.ne.f32 p, ${by}, {one}; {told} vote.sync.any.pred p, p, 0xffffffff; "
         f"@!p bra SAME; {products} SAME: }}"
     )
 

@@ -41,6 +41,7 @@ from relampago.backends.triton.tile import (
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays, Device, Layout, Problem
+from relampago.tape import note
 
 ROWS = 64  # rows of all heads of a group that are still few
 QUERIES = 16  # queries that are still few, whatever the group
@@ -138,6 +139,20 @@ def total_of(m, l, NATURAL: tl.constexpr):
     return total * (1.0 if NATURAL else LN2)
 
 
+@triton.jit
+def in_fp16(q1, q2, factor):
+    """Queries as fp16 with entries of at most 2, and the factor that scores then have.
+
+    Hopper turns e4m3 into fp16 two at a time, but into bf16 one by one, in a unit that takes longer than the memory.
+    A power of 2 loses nothing but what is 2^-24 of the largest entry and less.
+    """
+    top = tl.maximum(tl.max(tl.abs(q1.to(tl.float32))), tl.max(tl.abs(q2.to(tl.float32))))
+    by = tl.exp2(tl.floor(tl.log2(tl.minimum(tl.maximum(top, 2.0**-100), 2.0**100))))
+    q1 = (q1.to(tl.float32) / by).to(tl.float16)
+    q2 = (q2.to(tl.float32) / by).to(tl.float16)
+    return q1, q2, factor * by
+
+
 @triton.jit(do_not_specialize=["size", "band", "splits"])
 def attend_part(
     q, k, v, out, lse, part, k_scale, v_scale, factor, splits, size, lay, sq, sk, sv, so, band, extra,
@@ -171,9 +186,11 @@ def attend_part(
     if D2 > 0:
         q2 = load_rows(q, at, D, D1, D2)
     scale_v = 1.0
-    if k_scale is not None:  # e4m3: what is loaded is exact in q's dtype; scales are linear
+    if k_scale is not None:  # e4m3: what is loaded is exact in fp16 and bf16; scales are linear
         factor *= tl.load(k_scale + b * groups + g)
         scale_v = tl.load(v_scale + b * groups + g)
+        if q.dtype.element_ty == tl.bfloat16:
+            q1, q2, factor = in_fp16(q1, q2, factor)
     k += key_origin(lay, sk, b, 0, g)
     v += key_origin(lay, sv, b, 0, g)
     q_first = tile * BQ // size.group
@@ -192,11 +209,11 @@ def attend_part(
         k0 = start + i * BK
         keys = k0 + tl.arange(0, BK)[None, :]
         k1 = load_keys(k, page, lay, k0, len_k, sk, D, 0, D1, BK, PAGE, MASKED)  # [BK, D1]
-        k1 = k1.to(q.dtype.element_ty)
+        k1 = k1.to(q1.dtype)
         s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if D2 > 0:
             k2 = load_keys(k, page, lay, k0, len_k, sk, D, D1, D2, BK, PAGE, MASKED)
-            k2 = k2.to(q.dtype.element_ty)
+            k2 = k2.to(q1.dtype)
             s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
         s = scores(
             s, factor, band, extra, offset, b, heads, rows, keys, size.len_q, len_k, NATURAL, MASKED
@@ -213,15 +230,15 @@ def attend_part(
             alpha = tl.exp2(m - shift)
         m = m_new
         sums = sums * alpha[:, None] + p
-        p = p.to(q.dtype.element_ty)
+        p = p.to(q1.dtype)
         acc1 = acc1 * alpha[:, None]
         v1 = load_keys(v, page, lay, k0, len_k, sv, E, 0, E1, BK, PAGE, MASKED)  # [BK, E1]
-        v1 = v1.to(q.dtype.element_ty)
+        v1 = v1.to(q1.dtype)
         acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)
         if E2 > 0:
             acc2 = acc2 * alpha[:, None]
             v2 = load_keys(v, page, lay, k0, len_k, sv, E, E1, E2, BK, PAGE, MASKED)
-            v2 = v2.to(q.dtype.element_ty)
+            v2 = v2.to(q1.dtype)
             acc2 = tl.dot(p, v2, acc2, input_precision=PRECISION)
         page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next tile's loads depend on it
     l = tl.sum(sums, 1)
@@ -340,10 +357,11 @@ def sees_all(x: Arrays) -> bool:
 def launch(kernel: Any, grid: int, plan: Plan, chained: bool, *args: Any) -> None:
     """Start a kernel on the current device; if chained, while its predecessor ends."""
     options = {"launch_pdl": True} if chained else {}
-    kernel.run(
+    compiled = kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
-        **options,
+        enable_fp_fusion=True, **options,
     )  # fmt: skip
+    note(compiled, (grid, 1, 1), args)
 
 
 def chains(device: Device) -> bool:

@@ -41,6 +41,7 @@ from relampago.backends.triton.tile import (
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays
+from relampago.tape import note
 
 
 @triton.jit
@@ -221,8 +222,9 @@ def attend(
                 factor, size, lay, sk, sv, band, extra, sparse, q_base, k_base, which,
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, True,
             )  # fmt: skip
-    if top is not None:
-        raise_to(top, m, size, b, head, NATURAL)
+    if top is not None:  # rows beyond the last have q = 0 and scores of 0
+        own = q0 + tl.arange(0, BQ) < q_end
+        raise_to(top, tl.where(own, m, float("-inf")), size, b, head, NATURAL)
     if extra.sinks is not None:  # one more score, with no value
         sink = tl.load(extra.sinks + head).to(tl.float32) * (1.0 if NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
@@ -276,10 +278,11 @@ def launch(kernel: Any, grid: int, plan: Plan, *args: Any, fusion: bool = True) 
 
     Without fusion a compiler has no choice of which products and sums to round together.
     """
-    kernel.run(
+    compiled = kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
         enable_fp_fusion=fusion,
     )  # fmt: skip
+    note(compiled, (grid, 1, 1), args)
 
 
 def forward(x: Arrays, plan: Plan, fixed: bool = False) -> tuple[Tensor, Tensor]:

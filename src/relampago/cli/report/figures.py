@@ -21,7 +21,7 @@ Lines = dict[str, list[charts.Point]]
 
 def hopper(path: Path) -> None:
     """The H200: forward and backward at head dim 128."""
-    caption = f"{load('h200/hopper.json')['machine']}, bf16, d {DIM}, {2048 // DIM} heads, 16k tokens in all, or 32k"
+    caption = f"{load(tables.FORWARD)['machine']}, bf16, d {DIM}, {2048 // DIM} heads, 16k tokens in all, or 32k"
     with charts.canvas(path, 3, caption=caption) as panels:
         for axes, causal in zip(panels, (False, True), strict=False):
             _draw(
@@ -35,12 +35,7 @@ def forward(causal: bool) -> Lines:
     rates, lines = tables.forward_rates(), Lines()
     for batch, length in tables.SHAPES:
         where = (DIM, DIM, causal, batch, length)
-        names = {
-            tables.chosen(DIM, DIM, causal, length): "relampago",
-            "cudnn": "cuDNN",
-            "fa3": "FA3",
-        }
-        for name, label in names.items():
+        for name, label in {"ours": "relampago", "cudnn": "cuDNN", "fa3": "FA3"}.items():
             if rate := rates.get((name, *where)):
                 lines.setdefault(label, []).append((length, rate, False))
     return lines

@@ -1,0 +1,13 @@
+"""What the interpreter tries of Triton's kernels beside the catalogue, on a card: forced plans, caches, odd input."""
+
+from interpreter.suite import (  # noqa: F401
+    test_a_mod_without_arguments,
+    test_dropout_bits,
+    test_fold_into_other_keys,
+    test_fused,
+    test_keys_in_a_cache,
+    test_lengths_are_clamped,
+    test_odd_scales,
+    test_rows_and_keys_of_no_sequence,
+    test_tma,
+)
