@@ -16,15 +16,19 @@ from relampago.mods import relative_bias, t5_bias, window_bias
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
+@pytest.mark.parametrize("compute", [tangents, seconds], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_tangents(name: str, dtype: torch.dtype, device: str) -> None:
-    agree("triton", find(name), dtype, tangents, device)
+def test_catalogue(name: str, dtype: torch.dtype, compute, device: str) -> None:
+    agree("triton", find(name), dtype, compute, device)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("compute", [tangents, seconds], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_tangents_of_several_tiles(dim: int, length: int, device: str) -> None:
-    agree("triton", sized(length, dim, causal=True), torch.bfloat16, tangents, device)
+def test_several_tiles(dim: int, length: int, compute, deterministic: bool, device: str) -> None:
+    case = sized(length, dim, causal=True, deterministic=deterministic)
+    agree("triton", case, torch.bfloat16, compute, device)
 
 
 @pytest.mark.parametrize("compute", [tangents, seconds], ids=lambda f: f.__name__)

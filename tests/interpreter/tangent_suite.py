@@ -49,6 +49,13 @@ def _mod(g: torch.Generator) -> rl.ScoreMod:
     return replace(own, args=[("head", torch.rand(2, generator=g)), 0.2])
 
 
+def _blocks(g: torch.Generator) -> BlockSparse:
+    """Patterns of both heads, and a tile that nobody sees."""
+    mask = torch.rand(1, 2, 20, 40, generator=g) < 0.4
+    mask[:, :, :16, 16:32] = False
+    return BlockSparse.from_mask(mask, block=(16, 16))
+
+
 def _padding(g: torch.Generator) -> torch.Tensor:
     """Row 3 sees nothing but finfo.min, key 7 nobody."""
     bias = torch.randn(1, 1, 20, 40, generator=g)
@@ -64,8 +71,7 @@ CASES = {
         _tiny("tables", batch=2, heads=1, options={
             "mask": Causal() & Document(torch.tensor([[0, 9, 30], [3, 20, 36]]))}),
         _tiny("prefix-window", options={"mask": Prefix(10) & Window(9, None)}),
-        _tiny("block-sparse", kv_heads=1, options={"mask": lambda g: BlockSparse.from_tiles(
-            torch.rand(1, 2, 2, 3, generator=g) < 0.6, shape=(20, 40), block=(16, 16))}),
+        _tiny("block-sparse", kv_heads=1, options={"mask": _blocks}),
         _tiny("dense-mask", options={"mask": lambda g: torch.rand(1, 1, 20, 40, generator=g) < 0.7}),
         _tiny("mods-bias", options={"score_mod": _mod, "softcap": 2.0,
             "bias": lambda g: torch.randn(1, 2, 20, 40, generator=g)}),

@@ -54,13 +54,7 @@ def backward(
     size = A.size_of(x, tiles, (q.shape[-1] + v.shape[-1]) * q.element_size())
     grid = tiles * size.batch * size.heads
     how = precision(x)
-    norm = None
-    if (natural or q.dtype == torch.float32) and not x.shard:
-        norm = torch.empty_like(shift)
-        launch(
-            renormalise, grid, by_query, q, k, shift, norm, factor, size, lay, sq, sk, sl, band,
-            extra, lists, *dims[:3], block_q, block_k, natural, how,
-        )  # fmt: skip
+    norm = normaliser(x, by_query, q, k, shift, natural, dims)
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     stride = None if dbias is None else A.part_of(dbias)
     fused = not deterministic and plan.fused and dims[0] <= 256
@@ -130,6 +124,25 @@ def rows_before(
         plan.block_q, natural,
     )  # fmt: skip
     return shift, delta
+
+
+def normaliser(
+    x: Arrays, plan: Plan, q: Tensor, k: Tensor, shift: Tensor, natural: bool, dims: tuple[int, ...]
+) -> Tensor | None:
+    """1 / Σ weights of rows with a huge LSE, 1 of others; None where LSE is exact enough, or a larger attention's."""
+    if x.shard or not (natural or q.dtype == torch.float32):
+        return None
+    norm = torch.empty_like(shift)
+    tiles, block_q = cut_queries(x, plan)
+    _, block_k = cut_keys(x, plan)
+    size = A.size_of(x, tiles, (dims[0] + dims[3]) * q.element_size())
+    factor = x.scale if natural else x.scale * LOG2E.value
+    launch(
+        renormalise, tiles * size.batch * size.heads, plan, q, k, shift, norm, factor, size,
+        A.lay_of(x), A.strides(q), A.strides(k), A.lse_strides(x), A.band_of(x.band), A.extra_of(x),
+        A.sparse_of(x, False), *dims[:3], block_q, block_k, natural, precision(x),
+    )  # fmt: skip
+    return norm
 
 
 def whole_bias(x: Arrays) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ from relampago.backends.triton import arguments as A
 from relampago.backends.triton.backward import (
     bias_buffer,
     lone_sinks,
+    normaliser,
     rows_before,
     shrunk,
     sink_gradient,
     whole_bias,
 )
 from relampago.backends.triton.forward import cut_keys, cut_queries, launch, precision
-from relampago.backends.triton.preprocess import renormalise
 from relampago.backends.triton.tangent_gradients import keys_along, queries_along
 from relampago.backends.triton.tile import LOG2E
 from relampago.plan import Plan
@@ -69,22 +69,17 @@ def backward_tangent(
     fused = not deterministic and bool(plan.fused)
     target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else dq
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
-    tbias, st = moving.inputs.bias, strides(along)
+    tbias = moving.inputs.bias
     shared = (
-        given,
-        along,
-        strides(given),
-        st,
-        row,
-        tbias,
+        given, along, strides(given), strides(along), row, tbias,
         None if tbias is None else A.part_of(tbias),
-    )
+    )  # fmt: skip
     scales = (x.scale if natural else x.scale * LOG2E.value, x.scale)
     how = (natural, precision(x))
 
     def run(
-        kernel: Any, by_key: bool, plan: Plan, own: tuple[Tensor, ...], switches: tuple[bool, ...]
-    ):
+        kernel: Any, by_key: bool, plan: Plan, own: tuple[Tensor, ...], *switches: bool
+    ) -> None:
         tiles, block_q = cut_queries(x, plan)
         key_tiles, block_k = cut_keys(x, plan)
         bytes_of_key = 2 * (dims[0] + dims[2]) * q.element_size()
@@ -100,10 +95,9 @@ def backward_tangent(
         )  # fmt: skip
 
     if (wanted.q or dbias is not None) and not fused:
-        run(queries_along, False, by_query, (dq,), (atomic,))
+        run(queries_along, False, by_query, (dq,), atomic)
     if wanted.k or wanted.v or fused:
-        switches = (fused, atomic, wanted.k, wanted.v)
-        run(keys_along, True, plan, (dk, dv, target), switches)
+        run(keys_along, True, plan, (dk, dv, target), fused, atomic, wanted.k, wanted.v)
     if fused:
         torch.mul(target, x.scale, out=dq)
     dsinks = None
@@ -144,22 +138,11 @@ def rows_along(
     """Facts of each row; delta's tangent is rowsum(dO · Ȯ + dȮ · O) - dL̇, by the kernel that makes delta."""
     q, k, v, dout = given
     dim, wide, dim_v, wide_v = padded(q.shape[-1], v.shape[-1])
-    dims = (dim, wide, 0, dim_v, wide_v, 0)
+    dims = (dim, wide, 0, dim_v, wide_v, 0)  # as `dimensions` has them
     out, tout = A.rows_contiguous(saved.out), A.rows_contiguous(moving.out)
     shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims)
     _, tdelta = rows_before(x, saved.lse, tout, dout, moving.dlse, natural, dims)
     if tdout is not None:
         tdelta += rows_before(x, saved.lse, out, tdout, None, natural, dims)[1]
-    norm = None
-    if natural or q.dtype == torch.float32:
-        norm = torch.empty_like(shift)
-        tiles, block_q = cut_queries(x, plan)
-        _, block_k = cut_keys(x, plan)
-        size = A.size_of(x, tiles, dim * q.element_size())
-        launch(
-            renormalise, tiles * size.batch * size.heads, plan, q, k, shift, norm,
-            x.scale if natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
-            A.strides(k), A.lse_strides(x), A.band_of(x.band), A.extra_of(x),
-            A.sparse_of(x, False), dim, wide, 0, block_q, block_k, natural, precision(x),
-        )  # fmt: skip
+    norm = normaliser(x, plan, q, k, shift, natural, dims)
     return Row(shift, delta, norm, moving.lse.float().contiguous(), tdelta)
