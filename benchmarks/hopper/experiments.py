@@ -37,8 +37,8 @@ from relampago.plan import Plan
 
 BOTH, CAUSAL, FULL = (False, True), (True,), (False,)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
-LENGTHS = ((1, 16384), (4, 4096), (1, 32768), (16, 1024))  # the most telling first
-FEW = ("table", "lazy", "lazy heaviest")  # variants in the other two, of the first three dims
+LENGTHS = ((4, 4096), (16, 1024), (1, 16384), (1, 32768))  # the most telling first
+FEW = ("chain", "chain turns", "chain lazy")  # variants in the other two, of the first three dims
 ROUNDS = 5
 HEAVIEST = 2047  # MiB in flight: all tiles of all heads in one order
 
@@ -52,16 +52,17 @@ class Change(NamedTuple):
     causal: tuple[bool, ...] = BOTH
 
 
+CHAINED = ((128, 128), (64, 64), (96, 96), (192, 192))  # two tiles of queries fit
 CHANGES = (
-    Change("lazy", SQUARE, {"lazy": 1}),
-    Change("lazy turns", SQUARE, {"lazy": 1, "pingpong": 1, "pin": 0}),
-    Change("lazy pin", SQUARE, {"lazy": 1, "pin": 1, "pingpong": 0}),
-    Change("heaviest", SQUARE, {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
-    Change("lazy heaviest", SQUARE, {"reach": HEAVIEST, "schedule": 2, "lazy": 1}, CAUSAL),
-    Change("grid heaviest", ((256, 256),), {"reach": HEAVIEST}, CAUSAL),
-    Change("64 MiB", SQUARE, {"reach": 64, "schedule": 2}, CAUSAL),
-    Change("rotate", SQUARE, {"rotate": 1}, FULL),
-    Change("lazy rotate", SQUARE, {"rotate": 1, "lazy": 1}, FULL),
+    Change("chain", CHAINED, {"chain": 1}),
+    Change("chain turns", CHAINED, {"chain": 1, "pingpong": 1, "pin": 0}),
+    Change("chain pin", CHAINED, {"chain": 1, "pin": 1, "pingpong": 0}),
+    Change("chain free", CHAINED, {"chain": 1, "pin": 0, "pingpong": 0}),
+    Change("chain lazy", CHAINED, {"chain": 1, "lazy": 1}),
+    Change("chain heaviest", CHAINED, {"chain": 1, "reach": HEAVIEST}, CAUSAL),
+    Change("chain rotate", CHAINED, {"chain": 1, "rotate": 1}, FULL),
+    Change("heaviest", ((256, 256),), {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
+    Change("64 MiB", ((256, 256),), {"reach": 64, "schedule": 2}, CAUSAL),
 )  # fmt: skip
 
 

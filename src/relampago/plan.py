@@ -34,6 +34,7 @@ class Plan:
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
         pin: 1 if the softmax is pinned under the product before it (gluon; costs a few instructions).
         lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2 (gluon).
+        chain: 1 if the next tile's first scores are under way with this one's last product (gluon; see sm90_chain.py).
         reach: MiB of keys and values that heads in flight share under a mask; 0: what fits the L2 cache (gluon).
         promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1,
             2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
@@ -55,6 +56,7 @@ class Plan:
     pin: int = 0
     rotate: int = 0
     lazy: int = 0
+    chain: int = 0
     reach: int = 0
     promote: int = 0
     transpose: int = 0

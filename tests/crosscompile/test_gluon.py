@@ -27,7 +27,7 @@ from crosscompile.offline import TOOLS, Built, Recorder
 from triton.backends.nvidia.compiler import get_ptxas
 
 from relampago.backends.gluon import launch
-from relampago.backends.gluon.sm90_forward import FIRST_TURN
+from relampago.backends.gluon.sm90_step import FIRST_TURN
 
 SHARED = 227 * 1024
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -229,6 +229,20 @@ def test_lazy_rescaling_is_a_branch(monkeypatch, dim, causal) -> None:
             assert len(products) >= 4
             assert all(at == what != by for at, what, by in products)  # by a factor, not by itself
             assert len({by for *_, by in products}) <= 2  # a thread has two rows
+
+
+@pytest.mark.parametrize(
+    ("dim", "mask"), [(64, "causal"), (96, "full"), (128, "causal"), (128, "ragged"), (192, "full")]
+)
+def test_tiles_that_follow_without_a_gap(monkeypatch, dim, mask) -> None:
+    """The next tile's scores are waited for while the last product of this one is still under way."""
+    row = next(r for r in TABLE if dims(r) == (dim, dim) and reaches(r, mask))
+    plan = replace(row.plan, chain=1)
+    built = build(monkeypatch, plan, arrays(row, mask))
+    check(built, plan)
+    waits = [line for line in disassembled(built) if "WARPGROUP.DEPBAR" in line]
+    parts = "0x2" if dim in (96, 192) else "0x1"
+    assert sum(line.endswith(parts) for line in waits) == 2 * plan.block_q // launch.ROWS
 
 
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:

@@ -19,6 +19,11 @@ import torch
 from relampago.plan import Plan
 from relampago.problem import Arrays
 
+# The forward's modules, to be imported anew with the pretended Gluon, an importer after what it imports.
+FORWARD = (
+    "versions", "channel", "tiles", "softmax", "producer", "sm90_step", "sm90_results", "sm90_chain", "sm90_forward",
+)  # fmt: skip
+
 # ---------------------------------------------------------------------------------------------- threads, one at a time
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import Deadlock, pretended, run_backward
+from unit.pretended_gluon import FORWARD, Deadlock, pretended, run_backward
 from unit.test_gluon_protocol import arrays, packed
 
 from relampago.backends.reference import attend
@@ -19,7 +19,7 @@ from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Wanted
 
 MODULES = (
-    "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "boxes", "combine", "counter", "sizes",
+    *FORWARD, "boxes", "combine", "counter", "sizes",
     "launch", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins", "sm90_queries",
     "backward_launch",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from budget import check
-from unit.pretended_gluon import pretended, run
+from unit.pretended_gluon import FORWARD, pretended, run
 from unit.test_gluon_protocol import arrays, packed
 
 from relampago import quant
@@ -70,9 +70,8 @@ def launcher():
     modules["relampago.quant.kernels"] = casts
     root = "relampago.backends.gluon."
     names = (
-        "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "sm90_values", "sm90_fp8", "combine",
-        "boxes",
-        "launch", "fp8_launch",
+        *FORWARD, "sm90_values", "sm90_fp8_step", "sm90_fp8_chain", "sm90_fp8", "combine", "boxes", "launch",
+        "fp8_launch",
     )  # fmt: skip
     ours = [root + name for name in names]
     before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
@@ -147,6 +146,9 @@ PLANS = {
     "dynamic-128x128-halves": Plan(block_q=128, block_k=128, stages=1, schedule=2, promote=2, pingpong=1),
     "dynamic-128x128-cores": Plan(block_q=128, block_k=128, stages=2, schedule=2),
     "dynamic-128x128-turned": Plan(block_q=128, block_k=128, stages=2, schedule=2, promote=1, transpose=1),
+    "dynamic-128x128-chained": Plan(block_q=128, block_k=128, stages=2, schedule=2, promote=1, pin=1, chain=1),
+    "static-192x64-chained": Plan(block_q=192, block_k=64, stages=2, schedule=1, pingpong=1, chain=1),
+    "dynamic-128x64-chained-turned": Plan(block_q=128, block_k=64, schedule=2, promote=2, transpose=1, chain=1),
     "static-128x64-turned": Plan(block_q=128, block_k=64, stages=1, schedule=1, promote=2, transpose=1),
 }  # fmt: skip
 PAIRS = [

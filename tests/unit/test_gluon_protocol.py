@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import Deadlock, pretended, run
+from unit.pretended_gluon import FORWARD, Deadlock, pretended, run
 
 from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend
@@ -31,20 +31,7 @@ INF = float("inf")
 def launcher():
     """relampago.backends.gluon.launch, on the pretended Gluon."""
     modules = pretended()
-    ours = [
-        f"relampago.backends.gluon.{name}"
-        for name in (
-            "versions",
-            "channel",
-            "tiles",
-            "softmax",
-            "producer",
-            "sm90_forward",
-            "combine",
-            "boxes",
-            "launch",
-        )
-    ]
+    ours = [f"relampago.backends.gluon.{name}" for name in (*FORWARD, "combine", "boxes", "launch")]
     before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
     sys.modules.update(modules)
     try:
@@ -146,16 +133,20 @@ MORE = {
     "heads-packed-documents": {"lq": 40, "lk": 200, "h": 4, "g": 1, "documents": [0, 90, 170]},
 }
 PLANS = {
-    f"{('grid', 'static', 'dynamic')[schedule]}-{rows}x{keys}-{stages}-{'turns' if turns else 'free'}": Plan(
-        block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns
+    f"{('grid', 'static', 'dynamic')[schedule]}-{rows}x{keys}-{stages}-{'turns' if turns else 'free'}"
+    f"{'-chained' if chain else ''}": Plan(
+        block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns, chain=chain
     )
-    for schedule, rows, keys, stages, turns in (
-        (0, 128, 128, 2, 1),
-        (1, 192, 128, 4, 0),
-        (2, 128, 128, 2, 0),
-        (2, 128, 128, 2, 1),
-        (2, 192, 64, 1, 1),
-        (2, 192, 128, 4, 0),
+    for schedule, rows, keys, stages, turns, chain in (
+        (0, 128, 128, 2, 1, 0),
+        (1, 192, 128, 4, 0, 0),
+        (2, 128, 128, 2, 0, 0),
+        (2, 128, 128, 2, 1, 0),
+        (2, 192, 64, 1, 1, 0),
+        (2, 192, 128, 4, 0, 0),
+        (2, 128, 128, 2, 1, 1),
+        (1, 128, 64, 1, 0, 1),
+        (2, 192, 128, 3, 0, 1),
     )
 }  # fmt: skip
 
@@ -307,7 +298,7 @@ def test_maxima_that_may_be_stale(launcher, name, steep) -> None:
 
 
 def test_a_growing_maximum_that_is_not_rescaled_is_a_wrong_result(launcher, monkeypatch) -> None:
-    kernel = sys.modules["relampago.backends.gluon.sm90_forward"]
+    kernel = sys.modules["relampago.backends.gluon.sm90_step"]
     monkeypatch.setattr(kernel, "rescaled", lambda acc, factor: acc)
     x = arrays(CASES["full"])
     x.k.mul_(torch.linspace(40.0, 1.0, x.len_k).bfloat16()[:, None, None])
@@ -328,7 +319,7 @@ def test_infinite_scores_of_a_row(launcher) -> None:
 
 
 def test_a_missing_release_is_a_deadlock(launcher, monkeypatch) -> None:
-    kernel = sys.modules["relampago.backends.gluon.sm90_forward"]
+    kernel = sys.modules["relampago.backends.gluon.sm90_step"]
     monkeypatch.setattr(kernel, "release", lambda ring, stage: None)
     with pytest.raises(Deadlock):
         run(launcher, arrays({"lq": 64, "lk": 512}), PLANS["dynamic-128x128-2-free"], 0)

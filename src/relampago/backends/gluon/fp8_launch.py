@@ -23,7 +23,7 @@ from relampago.backends.gluon.boxes import (
     steps_fit,
 )
 from relampago.backends.gluon.combine import LINES, combine
-from relampago.backends.gluon.sizes import ROWS, Kind, Sides, masks_of, pack_of, size_of
+from relampago.backends.gluon.sizes import ROWS, SHARED, Kind, Sides, masks_of, pack_of, size_of
 from relampago.backends.gluon.sm90_fp8 import attend_fp8
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -121,13 +121,21 @@ def setting_of(
     consumers = plan.block_q // ROWS
     assert consumers == 2 or not plan.transpose
     masks = masks_of(len_q, len_k, kind, plan, pack, is_split)
+    chained = bool(plan.chain) and not is_split and room(plan, d, e) <= SHARED
     most, least = host.REGISTERS[consumers]
     registers = TURNING if plan.transpose else (most, most, least)
     constants = (
         consumers, plan.block_k, d, e, pack, plan.stages, by, *masks, bool(plan.pingpong), bool(plan.pin),
-        is_split, plan.promote, bool(plan.transpose), *registers,
+        is_split, plan.promote, bool(plan.transpose), chained, *registers,
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
     return host.Setting(
         grid, by, boxes, size, kind.sides, host.softcap_of(mods), constants, shape_out
     )
+
+
+def room(plan: Plan, width: int, width_v: int) -> int:
+    """Bytes of shared memory, where there are queries of two tiles."""
+    ahead = schedule.AHEAD * plan.block_k * width_v if plan.transpose else 0
+    rings = plan.stages * plan.block_k * (width + width_v) + ahead
+    return plan.block_q * (2 * width + 2 * width_v) + rings + 1024

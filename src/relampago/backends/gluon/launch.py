@@ -33,6 +33,7 @@ from relampago.backends.gluon.sizes import (
     Masks,
     Sides,
     Size,
+    chained,
     masks_of,
     pack_of,
     shares,
@@ -211,10 +212,11 @@ def setting_of(
     turns = bool(plan.rotate) and not (
         masks.peeled or masks.looped
     )  # else a mask knows where each block lies
+    whole = not is_split and not wide
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, bool(plan.pingpong),
-        bool(plan.pin), bool(plan.lazy), not is_split and not wide and shares(plan, *parts), is_split, turns,
-        *REGISTERS[consumers],
+        bool(plan.pin), bool(plan.lazy), whole and shares(plan, *parts), is_split, turns,
+        whole and chained(plan, *parts), *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out)

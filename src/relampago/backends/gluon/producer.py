@@ -60,7 +60,7 @@ def send_rows(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, tile, turn,
     stage_k, phase_k, stage_v, phase_v, WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, STAGES_V: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr,
-    LISTED: gl.constexpr, ROTATE: gl.constexpr,
+    LISTED: gl.constexpr, ROTATE: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
     """All loads of a tile, and which is the next."""
     PART: gl.constexpr = ROWS // PACK
@@ -73,7 +73,10 @@ def send_rows(
     send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     for w in gl.static_range(WGS):
-        send(queries, q_desc, w, (turn & 1) ^ 1, tile.q, row + w * PART, tile.head, PACKED, q_rest)
+        send(
+            queries, q_desc, turn % QUEUE * WGS + w, (turn // QUEUE & 1) ^ 1, tile.q, row + w * PART, tile.head, PACKED,
+            q_rest,
+        )  # fmt: skip
     if SCHEDULE == DYNAMIC:  # early: an answer from the L2 cache takes its time
         following = draw(counter, size.count)
     else:
@@ -95,9 +98,9 @@ def send_rows(
 def produce(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, band, extra,
     WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, STAGES_V: gl.constexpr,
-    SCHEDULE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
+    SCHEDULE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of this block of threads."""
+    """All tiles of this block of threads. QUEUE: tiles of queries that there is room for."""
     PACKED: gl.constexpr = extra.cu_q is not None
     LISTED: gl.constexpr = SPLIT or extra.row_start is not None
     stage_k, phase_k, stage_v, phase_v = 0, 1, 0, 1
@@ -110,7 +113,7 @@ def produce(
                 number, stage_k, phase_k, stage_v, phase_v = send_rows(
                     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter,
                     size, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, STAGES_V,
-                    SCHEDULE, PACKED, LISTED, ROTATE,
+                    SCHEDULE, PACKED, LISTED, ROTATE, QUEUE,
                 )  # fmt: skip
                 turn += 1
             else:  # a shorter sequence than the longest has no such tile
@@ -119,7 +122,7 @@ def produce(
             number, stage_k, phase_k, stage_v, phase_v = send_rows(
                 queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                 tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, STAGES_V, SCHEDULE,
-                PACKED, LISTED, ROTATE,
+                PACKED, LISTED, ROTATE, QUEUE,
             )  # fmt: skip
             turn += 1
     if SCHEDULE == DYNAMIC:

@@ -150,9 +150,20 @@ def masks_of(len_q: int, len_k: int, kind: Kind, plan: Plan, pack: int, split: b
     return Masks(True, not simple, ends)
 
 
+def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> bool:
+    """Whether tiles follow without a gap: asked for, and there is room for the queries of two."""
+    return bool(plan.chain) and room(plan, sum(cut), sum(cut_v), 2) <= SHARED
+
+
 def shares(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> bool:
     """Whether O's tile must lie where Q's was, for want of room."""
     width, width_v = sum(cut), sum(cut_v)
-    rings = plan.block_q * width + plan.stages * plan.block_k * (width + width_v)
     fits = cut_v[0] == cut[0] and cut_v[1] in (0, cut[1])
-    return fits and (rings + plan.block_q * width_v) * 2 + 1024 > SHARED
+    tiles = 2 if chained(plan, cut, cut_v) else 1
+    return fits and room(plan, width, width_v, tiles) + plan.block_q * width_v * 2 > SHARED
+
+
+def room(plan: Plan, width: int, width_v: int, tiles: int) -> int:
+    """Bytes of shared memory for the rings and for so many tiles of queries."""
+    rings = plan.stages * plan.block_k * (width + width_v)
+    return (plan.block_q * width * tiles + rings) * 2 + 1024

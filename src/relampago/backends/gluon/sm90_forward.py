@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -29,24 +28,24 @@ from relampago.backends.gluon.channel import (
     receive,
     release,
     rest_of,
-    store,
     tiles_of,
 )
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
-from relampago.backends.gluon.softmax import (
-    LOG2E,
-    Seen,
-    capped,
-    exp2,
-    finish,
-    finite,
-    hide,
-    part_sum,
-    rescaled,
-    row_max,
-    softmax,
+from relampago.backends.gluon.sm90_chain import consume_chained
+from relampago.backends.gluon.sm90_results import place_of, store_tile
+from relampago.backends.gluon.sm90_step import (
+    give_turn,
+    opened,
+    scaled,
+    scores,
+    settle,
+    sight,
+    step,
+    wait_turn,
+    weigh,
 )
+from relampago.backends.gluon.softmax import LOG2E, capped, exp2, finish, finite, hide, row_max
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
@@ -55,160 +54,13 @@ from relampago.backends.gluon.tiles import (
     first_row,
     locate,
     receive_tile,
-    table_at,
     tile_of,
 )
-from relampago.masks import rules
 
-FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
-BIG = gl.constexpr(2147483647)
-
-full_range = gluon.jit(rules.full_range)
 advance = gluon.jit(schedule.advance)
 
 
-# ---------------------------------------------------------------------------------------------- products
-
-
-@gluon.jit
-def wait_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
-    """Until the warpgroup before this one has issued its products."""
-    if PINGPONG:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def give_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
-    """Let warpgroup WG issue its products."""
-    if PINGPONG:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def scores(
-    q1, q2, keys, stage, k1, BK: gl.constexpr, D2: gl.constexpr, S_L: gl.constexpr
-):  # fmt: skip
-    """S = Q·Kᵀ under way; with a second part of the head dim, two products on one accumulator."""
-    s = gl.zeros([ROWS, BK], gl.float32, S_L)
-    s = warpgroup_mma(q1, k1.permute((1, 0)), s, use_acc=False, is_async=True)
-    if D2 > 0:
-        k2 = rest_of(keys, stage, BK, D2)
-        s = warpgroup_mma(q2, k2.permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def weigh(p16, values, stage, v1, acc1, acc2, BK: gl.constexpr, E2: gl.constexpr, P2: gl.constexpr):
-    """O += P·V under way."""
-    acc1 = warpgroup_mma(p16, v1, acc1, is_async=True)
-    if E2 > 0:
-        v2 = rest_of(values, stage, BK, E2)
-        p16 = gl.convert_layout(p16, P2, assert_trivial=True)
-        acc2 = warpgroup_mma(p16, v2, acc2, is_async=True)
-    return acc1, acc2
-
-
-@gluon.jit
-def settle(acc1, acc2, E2: gl.constexpr):
-    """Wait for O."""
-    if E2 > 0:
-        acc1, acc2 = warpgroup_mma_wait(num_outstanding=0, deps=(acc1, acc2))
-    else:
-        acc1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc1,))
-    return acc1, acc2
-
-
-@gluon.jit
-def scaled(acc1, acc2, factor, E2: gl.constexpr):
-    """O with its rows multiplied."""
-    O1: gl.constexpr = acc1.type.layout
-    by = gl.convert_layout(factor, gl.SliceLayout(1, O1), assert_trivial=True)
-    acc1 = acc1 * gl.expand_dims(by, 1)
-    if E2 > 0:
-        O2: gl.constexpr = acc2.type.layout
-        by = gl.convert_layout(factor, gl.SliceLayout(1, O2), assert_trivial=True)
-        acc2 = acc2 * gl.expand_dims(by, 1)
-    return acc1, acc2
-
-
 # ---------------------------------------------------------------------------------------------- consumer
-
-
-@gluon.jit
-def step(
-    q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked, seen, band, cap,
-    factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
-    D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
-    P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr,
-    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
-    """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
-    k = receive(keys, stage_k, phase_k, BK, D)
-    wait_turn(WG, PINGPONG)
-    s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
-    v = receive(values, stage_v, phase_v, BK, E)
-    acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
-    give_turn((WG + 1) % WGS, PINGPONG)
-    PARTS: gl.constexpr = 2 if E2 > 0 else 1
-    s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
-    release(keys, stage_k)
-    s = capped(s, cap)
-    if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
-        if masked:
-            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
-    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
-    acc1, acc2 = settle(acc1, acc2, E2)
-    release(values, stage_v)
-    p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
-    if LAZY:
-        acc1 = rescaled(acc1, alpha)
-        if E2 > 0:
-            acc2 = rescaled(acc2, alpha)
-    else:
-        acc1, acc2 = scaled(acc1, acc2, alpha, E2)
-    stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
-
-
-@gluon.jit
-def sight(row0, tile, size, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
-    """What 64 rows see, and the keys [start, end) that all of them do: no mask is needed there."""
-    rows = row0 + gl.arange(0, ROWS, layout=R_L) // PACK
-    len_k = tile.k.length
-    start, end = full_range(
-        row0, row0 + (ROWS // PACK - 1), len_k, tile.offset, band.left, band.right, band.prefix
-    )
-    if extra.row_start is not None:
-        inside = rows < tile.q.length
-        at = table_at(size, tile.q.b) + rows
-        row_start = gl.load(extra.row_start + at, mask=inside, other=0)
-        row_end = gl.load(extra.row_end + at, mask=inside, other=0)
-        start = max(start, gl.max(row_start, axis=0))
-        end = min(end, gl.min(gl.where(inside, row_end, BIG), axis=0))
-        seen = Seen(rows, len_k, tile.offset, row_start, row_end)
-    else:
-        seen = Seen(rows, len_k, tile.offset, rows, rows)
-    return seen, start, end
-
-
-@gluon.jit
-def place_of(size, tile, heads, rows, SPLIT: gl.constexpr, PACKED: gl.constexpr):
-    """Where rows stand in LSE, (B, H, Lq) or (H, total); of a split, in its own."""
-    if PACKED:
-        at = gl.cast(heads, gl.int64) * size.len_q + (rows + tile.q.first)
-    else:
-        first = gl.cast(tile.q.b, gl.int64) * size.heads
-        at = (first + heads) * size.len_q + rows
-    if SPLIT:
-        at += tile.split * gl.cast(size.rows, gl.int64)
-    return at
 
 
 @gluon.jit
@@ -276,32 +128,14 @@ def store_wide(
 
 
 @gluon.jit
-def store_tile(
-    results, o_desc, o_rest, WG: gl.constexpr, tile, row0, acc1, acc2, E: gl.constexpr,
-    E2: gl.constexpr, SHARE: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """O in the queries' dtype, through shared memory."""
-    if not SHARE:
-        tma.store_wait(pendings=0)
-    result = results.tiles.index(WG)
-    result.reshape([ROWS, E]).store(acc1.to(results.tiles.dtype))
-    if E2 > 0:
-        rest_of(results, WG, ROWS, E2).store(acc2.to(results.tiles.dtype))
-    fence_async_shared()
-    store(o_desc, result, tile.q, row0, tile.head, PACKED)
-    if E2 > 0:
-        store(o_rest, results.rest.index(WG), tile.q, row0, tile.head, PACKED, E)
-
-
-@gluon.jit
-def consume(
+def consume_apart(
     queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 rows of every tile of this block of threads."""
+    """Tiles one after another, each by itself."""
     PART: gl.constexpr = ROWS // PACK
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
@@ -357,11 +191,9 @@ def consume(
         m = row_max(s, R_L)
         if extra.before is not None:
             m = gl.maximum(m, m0)
-        shift = finite(m)
-        p = exp2(s * factor - gl.expand_dims(shift * factor, 1))
-        l = part_sum(p)
+        p, l = opened(s, m, factor)
         if extra.before is not None:
-            alpha = exp2((m0 - shift) * factor)
+            alpha = exp2((m0 - finite(m)) * factor)
             share = gl.convert_layout(alpha / l.shape[1], gl.SliceLayout(1, l.type.layout))
             l += gl.expand_dims(share, 1)
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
@@ -415,6 +247,28 @@ def consume(
     tma.store_wait(pendings=0)
 
 
+@gluon.jit
+def consume(
+    queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor,
+    WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
+    E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
+    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
+    CHAIN: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 rows of every tile of this block of threads."""
+    if CHAIN:
+        consume_chained(
+            queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS, BK, D, D2,
+            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
+        )  # fmt: skip
+    else:
+        consume_apart(
+            queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, WG, WGS, BK,
+            D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE, SPLIT,
+        )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------- kernel
 
 
@@ -427,21 +281,21 @@ def attend(
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
     PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    REGISTERS_PRODUCER: gl.constexpr,
+    CHAIN: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
-    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. The default partition takes the registers
-    that the others leave.
+    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: see
+    `sm90_chain`. The default partition takes the registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
         len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride
     )  # fmt: skip
     band = Sides(offset, left, right, prefix)
-    queries = channel(q_desc, WGS, 1, q_rest)
+    queue: gl.constexpr = 2 if CHAIN else 1  # tiles of queries
+    queries = channel(q_desc, queue * WGS, 1, q_rest)
     keys = channel(k_desc, STAGES, WGS, k_rest)
     values = channel(v_desc, STAGES, WGS, v_rest)
     results = queries
@@ -461,24 +315,24 @@ def attend(
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT)),
+                       SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT)),
+                       SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 2,
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT)),
+                       SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                       band, extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, ROTATE)),
+                       band, extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT)),
+                       SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT)),
+                       SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                       band, extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, ROTATE)),
+                       band, extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -18,42 +18,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from relampago.backends.gluon import schedule
 from relampago.backends.gluon.channel import (
     Channel,
     barriers,
     channel,
     receive,
     release,
-    store,
     tiles_of,
 )
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
-from relampago.backends.gluon.sm90_forward import (
-    give_turn,
-    place_of,
-    scores,
-    sight,
-    store_part,
-    wait_turn,
+from relampago.backends.gluon.sm90_forward import store_part
+from relampago.backends.gluon.sm90_fp8_chain import consume_chained, first_weights, scales_at
+from relampago.backends.gluon.sm90_fp8_step import (
+    TIMES,
+    Scales,
+    grown,
+    operand,
+    others,
+    spread,
+    step,
+    store_tile,
+    weigh,
+    words,
 )
+from relampago.backends.gluon.sm90_results import place_of
+from relampago.backends.gluon.sm90_step import advance, give_turn, scores, sight, wait_turn
 from relampago.backends.gluon.sm90_values import AHEAD, columns, turn_values
-from relampago.backends.gluon.softmax import (
-    LOG2E,
-    capped,
-    exp2,
-    finish,
-    finite,
-    hide,
-    part_sum,
-    pin,
-    row_max,
-)
+from relampago.backends.gluon.softmax import finish
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
@@ -64,234 +59,29 @@ from relampago.backends.gluon.tiles import (
     receive_tile,
     tile_of,
 )
-from relampago.backends.gluon.versions import aggregate
-from relampago.quant.cast import BLOCK
-from relampago.quant.emulation import PLACES
-
-SHARED_BY = gl.constexpr(BLOCK)  # tokens of a scale
-TIMES = gl.constexpr(float(1 << PLACES))
-PLACE = gl.constexpr(float(PLACES))
-
-advance = gluon.jit(schedule.advance)
-
-
-@aggregate
-class Scales:
-    """Scales fp32 (B, heads, blocks): of queries, keys, values, and how many blocks each has."""
-
-    q: gl.tensor
-    k: gl.tensor
-    v: gl.tensor
-    blocks_q: gl.tensor
-    blocks_k: gl.tensor
-    blocks_v: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, blocks_q, blocks_k, blocks_v):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.blocks_q = blocks_q
-        self.blocks_k = blocks_k
-        self.blocks_v = blocks_v
 
 
 @gluon.jit
-def of_block(scales, blocks, k0, at):
-    """The scale of the keys from k0 on; `at` is the place of the sequence's and head's, in heads."""
-    return gl.load(scales + (at * blocks + min(max(k0, 0) // SHARED_BY, blocks - 1)))
-
-
-@gluon.jit
-def of_rows(scales, tile, heads, rows, size, factor):
-    """Each row's scale times the softmax's factor."""
-    block = gl.minimum(rows // SHARED_BY, scales.blocks_q - 1)
-    place = (tile.q.b * size.heads + heads) * scales.blocks_q + block
-    return gl.load(scales.q + place, mask=rows < tile.q.length, other=1.0) * factor
-
-
-@gluon.jit
-def words(p):
-    """Weights in e4m3, four to an int32: of the keys that are neighbours in the order of `quant.columns`.
-
-    A loop carries bytes in a register each, with some ten instructions to take four apart and to join them again.
-    """
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    p = gl.permute(gl.reshape(p, [M, N // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
-    even, odd = gl.split(gl.reshape(p, [M, N // 4, 2, 2]))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
-        "mov.b32 $0, {a, b}; }",
-        "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def operand(w, P_L: gl.constexpr):
-    """Those words as the next product's operand, register by register."""
-    M: gl.constexpr = w.shape[0]
-    N: gl.constexpr = w.shape[1] * 4
-    w = gl.join(w, w)
-    w = gl.convert_layout(gl.reshape(gl.join(w, w), [M, N]), P_L, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [w], dtype=gl.float8e4nv, is_pure=True, pack=4
-    )
-
-
-@gluon.jit
-def weigh(p8, v, acc, C: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, O_L: gl.constexpr):
-    """Part C of P·V under way: apart from acc, or, if PARTS is 0, onto it."""
-    if PARTS == 0:
-        t = warpgroup_mma(p8, v.permute((1, 0)), acc, is_async=True)
-    else:
-        t = gl.zeros([ROWS, W], gl.float32, O_L)
-        if PARTS > 1:
-            v = v.slice(C * W, W, dim=0)
-        t = warpgroup_mma(p8, v.permute((1, 0)), t, use_acc=False, is_async=True)
-    return t
-
-
-@gluon.jit
-def grown(acc, t, beta, PARTS: gl.constexpr):
-    """acc with a block's part t: both in fp32, in registers. beta: what acc shrinks by before."""
-    if PARTS == 0:
-        acc = t
-    else:
-        O_L: gl.constexpr = acc.type.layout
-        acc = acc * spread(beta, O_L) + t
-    return acc
-
-
-@gluon.jit
-def spread(factor, O_L: gl.constexpr):
-    """A factor per row, for O."""
-    return gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
-
-
-@gluon.jit
-def others(
-    p8, v, acc2, acc3, acc4, beta, PARTS: gl.constexpr, W: gl.constexpr, O_L: gl.constexpr
-):  # fmt: skip
-    """The parts after the first, one at a time."""
-    if PARTS >= 2:
-        t = weigh(p8, v, acc2, 1, PARTS, W, O_L)
-        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
-        acc2 = grown(acc2, t, beta, PARTS)
-    if PARTS == 4:
-        t = weigh(p8, v, acc3, 2, PARTS, W, O_L)
-        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
-        acc3 = grown(acc3, t, beta, PARTS)
-        t = weigh(p8, v, acc4, 3, PARTS, W, O_L)
-        t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
-        acc4 = grown(acc4, t, beta, PARTS)
-    return acc2, acc3, acc4
-
-
-@gluon.jit
-def capped_scores(s, factor, cap):
-    """Scores in base 2 after softcap, if there is one; else as they are. factor: what a row's are times, > 0."""
-    if cap is not None:
-        s = capped(s * gl.expand_dims(factor, 1), 1.0) * (cap * LOG2E)
-    return s
-
-
-@gluon.jit
-def weights(s, m, factor, cap, S_L: gl.constexpr):
-    """(weights times 2^PLACES, maxima in base 2) of what `capped_scores` gives."""
-    if cap is not None:
-        m = gl.maximum(m, row_max(s, gl.SliceLayout(1, S_L)))
-        p = exp2(s - gl.expand_dims(finite(m) - PLACE, 1))
-    else:
-        m = gl.maximum(m, row_max(s, gl.SliceLayout(1, S_L)) * factor)
-        p = exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(finite(m) - PLACE, 1))
-    return p, m
-
-
-@gluon.jit
-def step(
-    q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
-    seen, band, cap, factor, scales, kv_at, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
-    D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
-    P_L: gl.constexpr, W: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr, TABLES: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """Algorithm 2, lines 8 to 14: Sⱼ and Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
-    sk = of_block(scales.k, scales.blocks_k, k0, kv_at)
-    sv_new = of_block(scales.v, scales.blocks_v, k0, kv_at)
-    k = receive(keys, stage_k, phase_k, BK, D)
-    wait_turn(WG, PINGPONG)
-    s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
-    v = receive(values, stage_v, phase_v, E, BK)
-    p8 = operand(p_words, P_L)
-    t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
-    give_turn((WG + 1) % WGS, PINGPONG)
-    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-    release(keys, stage_k)
-    s = capped_scores(s, factor * sk, cap)
-    if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
-        if masked:
-            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
-    p, m_new = weights(s, m, factor * sk, cap, S_L)
-    alpha = exp2(m - finite(m_new))
-    sums = part_sum(p)
-    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    l = l * gl.expand_dims(alpha4, 1) + sums
-    if PIN:
-        l = pin(l)
-    t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
-    acc1 = grown(acc1, t, beta, PARTS)
-    acc2, acc3, acc4 = others(p8, v, acc2, acc3, acc4, beta, PARTS, W, O_L)
-    release(values, stage_v)
-    beta = alpha * (sv / sv_new)
-    if PARTS == 0:
-        acc1 = acc1 * spread(beta, O_L)
-    p_words = words(p)
-    stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    return (
-        acc1,
-        acc2,
-        acc3,
-        acc4,
-        p_words,
-        m_new,
-        l,
-        beta,
-        sv_new,
-        stage_k,
-        phase_k,
-        stage_v,
-        phase_v,
-    )
-
-
-@gluon.jit
-def store_tile(
+def store_columns(
     results, o_desc, WG: gl.constexpr, C: gl.constexpr, tile, row0, acc, at, inside, part, size, W: gl.constexpr,
     MOST: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Part C of O, W columns of it, through shared memory; or, of a split, to its share of `part`."""
+    """Part C of O to where it belongs; of a split, to its share of `part`."""
     if SPLIT:
         store_part(part, acc, at, inside, size, C * W)
     else:
-        result = results.tiles.index(WG * MOST + C)
-        result.reshape([ROWS, W]).store(acc.to(results.tiles.dtype))
-        fence_async_shared()
-        store(o_desc, result, tile.q, row0, tile.head, PACKED, C * W)
+        store_tile(results, o_desc, WG, C, tile, row0, acc, W, MOST, PACKED)
 
 
 @gluon.jit
-def consume(
+def consume_apart(
     queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
     LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 rows of every tile of this block of threads."""
+    """Tiles one after another, each by itself."""
     PART: gl.constexpr = ROWS // PACK
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
@@ -321,10 +111,7 @@ def consume(
         seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
         k0 = (tile.first + tile.count - 1) * BK
         heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
-        by_row = of_rows(scales, tile, heads, seen.rows, size, factor)
-        kv_at = tile.k.b * (size.heads // size.group) + tile.head // size.group
-        sk = of_block(scales.k, scales.blocks_k, k0, kv_at)
-        sv = of_block(scales.v, scales.blocks_v, k0, kv_at)
+        by_row, kv_at, sk, sv = scales_at(tile, seen, k0, size, factor, scales, PACK)
         acc1 = gl.zeros([ROWS, W], gl.float32, O_L)
         acc2, acc3, acc4 = stage_k, stage_k, stage_k  # stand for what is not there
         if PARTS >= 2:
@@ -340,12 +127,7 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        s = capped_scores(s, by_row * sk, extra.cap)
-        if PEELED:
-            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
-        m = gl.full([ROWS], float("-inf"), gl.float32, R_L)
-        p, m = weights(s, m, by_row * sk, extra.cap, S_L)
-        l = part_sum(p)
+        p, m, l = first_weights(s, k0, seen, band, extra, by_row * sk, PEELED, ENDS, S_L)
         beta = gl.full([ROWS], 1.0, gl.float32, R_L)  # acc is 0
         p_words = words(p)
 
@@ -374,18 +156,18 @@ def consume(
         at = place_of(size, tile, heads, seen.rows, SPLIT, PACKED)
         if not SPLIT:
             tma.store_wait(pendings=0)
-        store_tile(
+        store_columns(
             results, o_desc, WG, 0, tile, row0, acc1 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
         )  # fmt: skip
         if PARTS >= 2:
-            store_tile(
+            store_columns(
                 results, o_desc, WG, 1, tile, row0, acc2 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
             )  # fmt: skip
         if PARTS == 4:
-            store_tile(
+            store_columns(
                 results, o_desc, WG, 2, tile, row0, acc3 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
             )  # fmt: skip
-            store_tile(
+            store_columns(
                 results, o_desc, WG, 3, tile, row0, acc4 * by, at, inside, part, size, W, MOST, SPLIT, PACKED
             )  # fmt: skip
         gl.store(lse + at, rows_lse, mask=inside)
@@ -394,6 +176,27 @@ def consume(
     if WG == 0:
         wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full
     tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def consume(
+    queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales,
+    WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
+    LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr, CHAIN: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 rows of every tile of this block of threads."""
+    if CHAIN:
+        consume_chained(
+            queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, scales, WG, WGS, BK, D, E,
+            PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, PARTS,
+        )  # fmt: skip
+    else:
+        consume_apart(
+            queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, WG, WGS, BK, D,
+            E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -406,8 +209,8 @@ def attend_fp8(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
-    PARTS: gl.constexpr, TRANSPOSE: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_TURNING: gl.constexpr,
-    REGISTERS_PRODUCER: gl.constexpr,
+    PARTS: gl.constexpr, TRANSPOSE: gl.constexpr, CHAIN: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS_TURNING: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them. See `sm90_forward.attend`."""
     size = Size(
@@ -415,7 +218,8 @@ def attend_fp8(
     )  # fmt: skip
     band = Sides(offset, left, right, prefix)
     scales = Scales(q_scale, k_scale, v_scale, blocks_q, blocks_k, blocks_v)
-    queries = channel(q_desc, WGS, 1)
+    queue: gl.constexpr = 2 if CHAIN else 1  # tiles of queries
+    queries = channel(q_desc, queue * WGS, 1)
     keys = channel(k_desc, STAGES, WGS)
     readers: gl.constexpr = WGS + 1 if TRANSPOSE else WGS  # of the words that tell of a tile
     if TRANSPOSE:
@@ -436,30 +240,37 @@ def attend_fp8(
     if TRANSPOSE:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (turn_values, (loaded, values, slots, size, band, extra, WGS, BK, E, PACK, STAGES, SCHEDULE, SPLIT)),
             (produce, (queries, keys, loaded, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, AHEAD, SCHEDULE, SPLIT, False)),
+                       extra, WGS, BK, PACK, STAGES, AHEAD, SCHEDULE, SPLIT, False, queue)),
         ], [4, 4, 1], [REGISTERS, REGISTERS_TURNING, REGISTERS_PRODUCER])  # fmt: skip
     elif WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 2,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False)),
+                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False, queue)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS)),
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False)),
+                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False, queue)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

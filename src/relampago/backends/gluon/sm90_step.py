@@ -1,0 +1,164 @@
+"""A block of keys, as one warpgroup takes it: its scores under way, the product before them, the softmax between.
+
+FlashAttention-3 (arXiv 2407.08608), Algorithm 2, lines 8 to 14. Legend: see `sm90_forward`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from relampago.backends.gluon import schedule
+from relampago.backends.gluon.channel import receive, release, rest_of
+from relampago.backends.gluon.softmax import (
+    Seen,
+    capped,
+    exp2,
+    finite,
+    hide,
+    part_sum,
+    rescaled,
+    softmax,
+)
+from relampago.backends.gluon.tiles import ROWS, table_at
+from relampago.masks import rules
+
+FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
+BIG = gl.constexpr(2147483647)
+
+full_range = gluon.jit(rules.full_range)
+advance = gluon.jit(schedule.advance)
+
+
+@gluon.jit
+def wait_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
+    """Until the warpgroup before this one has issued its products."""
+    if PINGPONG:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def give_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
+    """Let warpgroup WG issue its products."""
+    if PINGPONG:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def scores(
+    q1, q2, keys, stage, k1, BK: gl.constexpr, D2: gl.constexpr, S_L: gl.constexpr
+):  # fmt: skip
+    """S = Q·Kᵀ under way; with a second part of the head dim, two products on one accumulator."""
+    s = gl.zeros([ROWS, BK], gl.float32, S_L)
+    s = warpgroup_mma(q1, k1.permute((1, 0)), s, use_acc=False, is_async=True)
+    if D2 > 0:
+        k2 = rest_of(keys, stage, BK, D2)
+        s = warpgroup_mma(q2, k2.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def weigh(p16, values, stage, v1, acc1, acc2, BK: gl.constexpr, E2: gl.constexpr, P2: gl.constexpr):
+    """O += P·V under way."""
+    acc1 = warpgroup_mma(p16, v1, acc1, is_async=True)
+    if E2 > 0:
+        v2 = rest_of(values, stage, BK, E2)
+        p16 = gl.convert_layout(p16, P2, assert_trivial=True)
+        acc2 = warpgroup_mma(p16, v2, acc2, is_async=True)
+    return acc1, acc2
+
+
+@gluon.jit
+def settle(acc1, acc2, E2: gl.constexpr):
+    """Wait for O."""
+    if E2 > 0:
+        acc1, acc2 = warpgroup_mma_wait(num_outstanding=0, deps=(acc1, acc2))
+    else:
+        acc1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc1,))
+    return acc1, acc2
+
+
+@gluon.jit
+def scaled(acc1, acc2, factor, E2: gl.constexpr):
+    """O with its rows multiplied."""
+    O1: gl.constexpr = acc1.type.layout
+    by = gl.convert_layout(factor, gl.SliceLayout(1, O1), assert_trivial=True)
+    acc1 = acc1 * gl.expand_dims(by, 1)
+    if E2 > 0:
+        O2: gl.constexpr = acc2.type.layout
+        by = gl.convert_layout(factor, gl.SliceLayout(1, O2), assert_trivial=True)
+        acc2 = acc2 * gl.expand_dims(by, 1)
+    return acc1, acc2
+
+
+@gluon.jit
+def opened(s, m, factor):
+    """(weights, a row's sum by thread) of the first block of a tile, whose rows' maxima are m."""
+    p = exp2(s * factor - gl.expand_dims(finite(m) * factor, 1))
+    return p, part_sum(p)
+
+
+@gluon.jit
+def step(
+    q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked, seen, band, cap,
+    factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
+    D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
+    P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr,
+    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
+    k = receive(keys, stage_k, phase_k, BK, D)
+    wait_turn(WG, PINGPONG)
+    s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
+    v = receive(values, stage_v, phase_v, BK, E)
+    acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
+    give_turn((WG + 1) % WGS, PINGPONG)
+    PARTS: gl.constexpr = 2 if E2 > 0 else 1
+    s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
+    release(keys, stage_k)
+    s = capped(s, cap)
+    if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if masked:
+            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
+    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
+    acc1, acc2 = settle(acc1, acc2, E2)
+    release(values, stage_v)
+    p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
+    if LAZY:
+        acc1 = rescaled(acc1, alpha)
+        if E2 > 0:
+            acc2 = rescaled(acc2, alpha)
+    else:
+        acc1, acc2 = scaled(acc1, acc2, alpha, E2)
+    stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+    return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def sight(row0, tile, size, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
+    """What 64 rows see, and the keys [start, end) that all of them do: no mask is needed there."""
+    rows = row0 + gl.arange(0, ROWS, layout=R_L) // PACK
+    len_k = tile.k.length
+    start, end = full_range(
+        row0, row0 + (ROWS // PACK - 1), len_k, tile.offset, band.left, band.right, band.prefix
+    )
+    if extra.row_start is not None:
+        inside = rows < tile.q.length
+        at = table_at(size, tile.q.b) + rows
+        row_start = gl.load(extra.row_start + at, mask=inside, other=0)
+        row_end = gl.load(extra.row_end + at, mask=inside, other=0)
+        start = max(start, gl.max(row_start, axis=0))
+        end = min(end, gl.min(gl.where(inside, row_end, BIG), axis=0))
+        seen = Seen(rows, len_k, tile.offset, row_start, row_end)
+    else:
+        seen = Seen(rows, len_k, tile.offset, rows, rows)
+    return seen, start, end
