@@ -74,7 +74,9 @@ TRANSPOSING = {
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
         "no turns": _plan(128, 128, 4, 1),
-        "grid": _plan(128, 128, 4, 1, schedule=0, pingpong=1),
+        "chain": _plan(128, 128, 4, 1, pingpong=1, chain=1),
+        "chain, no turns": _plan(128, 128, 4, 1, chain=1),
+        "chain, pin": _plan(128, 128, 4, 1, pin=1, chain=1),
         "not promoted, turns": _plan(128, 128, 4, 0, pingpong=1),
         "transposes": TRANSPOSING[128],
     },

@@ -38,7 +38,7 @@ from relampago.plan import Plan
 BOTH, CAUSAL, FULL = (False, True), (True,), (False,)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
 LENGTHS = ((4, 4096), (16, 1024), (1, 16384), (1, 32768))  # the most telling first
-FEW = ("chain", "chain turns", "chain lazy")  # variants in the other two, of the first three dims
+FEW = ("chain", "chain turns", "chain 128 rows")  # variants in the other two, of the first three dims
 ROUNDS = 5
 HEAVIEST = 2047  # MiB in flight: all tiles of all heads in one order
 
@@ -59,6 +59,7 @@ CHANGES = (
     Change("chain pin", CHAINED, {"chain": 1, "pin": 1, "pingpong": 0}),
     Change("chain free", CHAINED, {"chain": 1, "pin": 0, "pingpong": 0}),
     Change("chain lazy", CHAINED, {"chain": 1, "lazy": 1}),
+    Change("chain 128 rows", ((64, 64),), {"chain": 1, "block_q": 128}),
     Change("chain heaviest", CHAINED, {"chain": 1, "reach": HEAVIEST}, CAUSAL),
     Change("chain rotate", CHAINED, {"chain": 1, "rotate": 1}, FULL),
     Change("heaviest", ((256, 256),), {"reach": HEAVIEST, "schedule": 2}, CAUSAL),

@@ -87,7 +87,7 @@ def chain(
     k0 = (tile.first + tile.count - 1) * BK
     by_row, kv_at, sk, sv = scales_at(tile, seen, k0, size, factor, scales, PACK)
     k = receive(keys, stage_k, phase_k, BK, D)
-    q, _ = queries_of(queries, turn, WG, WGS, D, 0)
+    q, rest = queries_of(queries, turn, WG, WGS, D, 0)
     s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     release(keys, stage_k)
@@ -122,7 +122,7 @@ def chain(
         p8 = operand(p_words, P_L)
         if number >= 0:
             k = receive(keys, stage_k, phase_k, BK, D)
-            q, _ = queries_of(queries, turn, WG, WGS, D, 0)
+            q, rest = queries_of(queries, turn, WG, WGS, D, 0)
             wait_turn(WG, PINGPONG)
             s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
             v = receive(values, stage_v, phase_v, E, BK)
