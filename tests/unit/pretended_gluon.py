@@ -489,7 +489,9 @@ def make_hopper() -> types.ModuleType:
     def init(bar: Barrier, count: int) -> None:
         bar.count = bar.pending = count
 
-    def arrive(bar: Barrier, count: int = 1) -> None:
+    def arrive(bar: Barrier, count: int = 1, pred: bool = True) -> None:
+        if not pred:
+            return
         M.scheduler.pause()
         bar.pending -= count
         bar.settle()

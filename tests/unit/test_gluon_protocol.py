@@ -252,6 +252,43 @@ def test_result_where_the_queries_were(launcher, monkeypatch, shared) -> None:
         compare(x, run(launcher, x, plan, seed, multiprocessors=2))
 
 
+CHAINED = {
+    "causal": {"lq": 500, "lk": 500, "b": 2, "causal": True},
+    "one-block": {"lq": 300, "lk": 40, "b": 3},
+    "ragged": {"lq": 300, "lk": 300, "h": 4, "sinks": True, "cap": 2.0},
+    "documents": {"lq": 300, "lk": 300, "documents": [0, 17, 60, 200]},
+    "packed-heads": {"lq": 70, "lk": 333, "h": 8, "g": 2, "causal": True},
+}
+
+
+@pytest.mark.parametrize("lazy", [0, 1])
+@pytest.mark.parametrize("queue", [1, 2])
+@pytest.mark.parametrize("case", CHAINED.values(), ids=CHAINED)
+def test_tiles_that_follow_without_a_gap(launcher, monkeypatch, case, queue, lazy) -> None:
+    """With room for the queries of two tiles, and of one."""
+    monkeypatch.setattr(launcher, "chained", lambda *_: queue)
+    launcher.setting_of.cache_clear()
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=lazy, pin=1, chain=1)
+    for seed in range(2):
+        x = arrays(case)
+        turns = replace(plan, pingpong=seed)
+        compare(x, run(launcher, x, turns, seed, multiprocessors=2))
+    x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
+    compare(x, run(launcher, x, plan, 0, multiprocessors=2))
+    launcher.setting_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dims", "queue"), [((64, 64), 2), ((128, 128), 2), ((256, 256), 1), ((192, 128), 1)]
+)
+def test_room_for_queries(launcher, dims, queue) -> None:
+    """Of two tiles, or of one and half of a result, in the 227 KiB of a block of threads."""
+    plan = Plan(block_q=128, block_k=64 if dims[0] == 256 else 128, stages=2, chain=1)
+    parts = tuple(launcher.cut(dim) for dim in dims)
+    assert launcher.chained(plan, *parts) == queue
+    assert launcher.chained(replace(plan, chain=0), *parts) == 0
+
+
 @pytest.mark.parametrize("keys", [64, 640, 650])
 def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, rotate=1)

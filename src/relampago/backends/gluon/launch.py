@@ -196,10 +196,13 @@ def setting_of(
     by = schedule.DYNAMIC if kind.packed or kind.tables or is_split else plan.schedule
     shape_out = (*shape_q[:-1], shape_v[-1])
     strides_out = [math.prod(shape_out[i + 1 :]) for i in range(len(shape_out))]
+    whole = not is_split and not wide
+    queue = chained(plan, *parts) if whole else 0
+    widths_out = (0, 0) if not whole else (e // 2, 0) if queue == 1 else (e, e2)
     sides = (
         (shape_q, strides_q, ROWS // pack, (d, d2), pack), (shape_k, strides_k, plan.block_k, (d, d2), 1),
         (shape_v, strides_v, plan.block_k, (e, e2), 1),
-        (shape_out, strides_out, ROWS // pack, (0, 0) if is_split or wide else (e, e2), pack),
+        (shape_out, strides_out, ROWS // pack, widths_out, pack),
     )  # fmt: skip
     view = packed_box if kind.packed else dense_box
     boxes = tuple(
@@ -212,11 +215,10 @@ def setting_of(
     turns = bool(plan.rotate) and not (
         masks.peeled or masks.looped
     )  # else a mask knows where each block lies
-    whole = not is_split and not wide
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, bool(plan.pingpong),
         bool(plan.pin), bool(plan.lazy), whole and shares(plan, *parts), is_split, turns,
-        whole and chained(plan, *parts), *REGISTERS[consumers],
+        queue, *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out)

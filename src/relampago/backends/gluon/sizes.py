@@ -150,17 +150,26 @@ def masks_of(len_q: int, len_k: int, kind: Kind, plan: Plan, pack: int, split: b
     return Masks(True, not simple, ends)
 
 
-def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> bool:
-    """Whether tiles follow without a gap: asked for, and there is room for the queries of two."""
-    return bool(plan.chain) and room(plan, sum(cut), sum(cut_v), 2) <= SHARED
+def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> int:
+    """Tiles of queries that there is room for where tiles are to follow without a gap; 0 if they are not, or cannot.
+
+    With one, O's two halves go through the same room, one after the other.
+    """
+    if not plan.chain:
+        return 0
+    width, width_v = sum(cut), sum(cut_v)
+    if room(plan, width, width_v, 2) <= SHARED:
+        return 2
+    halves = plan.block_q * (width_v // 2) * 2
+    return int(cut_v[1] == 0 and room(plan, width, width_v, 1) + halves <= SHARED)
 
 
 def shares(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> bool:
     """Whether O's tile must lie where Q's was, for want of room."""
     width, width_v = sum(cut), sum(cut_v)
-    fits = cut_v[0] == cut[0] and cut_v[1] in (0, cut[1])
-    tiles = 2 if chained(plan, cut, cut_v) else 1
-    return fits and room(plan, width, width_v, tiles) + plan.block_q * width_v * 2 > SHARED
+    queue = chained(plan, cut, cut_v)
+    fits = cut_v[0] == cut[0] and cut_v[1] in (0, cut[1]) and queue != 1
+    return fits and room(plan, width, width_v, max(queue, 1)) + plan.block_q * width_v * 2 > SHARED
 
 
 def room(plan: Plan, width: int, width_v: int, tiles: int) -> int:

@@ -2,8 +2,11 @@
 
 A tile by itself (`sm90_forward.consume`) begins with scores that no product stands beside, and ends with a product that
 no scores stand beside; between the two its result is stored. Here the first scores of the next tile are under way
-together with the last product of this one, as any other two blocks', and the tensor cores have work meanwhile. It takes
-room for the queries of two tiles. Legend: see `sm90_forward`.
+together with the last product of this one, as any other two blocks', and the tensor cores have work meanwhile.
+
+QUEUE: for how many tiles of queries there is room. With one (LATE), the next queries are loaded where this tile's
+were, as soon as its last scores are there; its last product does not wait for them, and O is stored, by halves, under
+the next scores. Legend: see `sm90_forward`.
 """
 
 from triton.experimental import gluon
@@ -11,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from relampago.backends.gluon.channel import receive, release, rest_of
-from relampago.backends.gluon.sm90_results import place_of, store_tile
+from relampago.backends.gluon.sm90_results import place_of, store_halves, store_tile
 from relampago.backends.gluon.sm90_step import (
     advance,
     give_turn,
@@ -34,8 +37,6 @@ from relampago.backends.gluon.tiles import (
     tile_of,
 )
 
-QUEUE = gl.constexpr(2)  # tiles of queries that there is room for
-
 
 @gluon.jit
 def tile_at(
@@ -56,9 +57,9 @@ def tile_at(
 
 @gluon.jit
 def queries_of(
-    queries, turn, WG: gl.constexpr, WGS: gl.constexpr, D: gl.constexpr, D2: gl.constexpr
+    queries, turn, WG: gl.constexpr, WGS: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, QUEUE: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup's rows of a turn's queries, which lie in two places by turns."""
+    """A warpgroup's rows of a turn's queries, which lie in QUEUE places by turns."""
     place = turn % QUEUE * WGS + WG
     q1 = receive(queries, place, turn // QUEUE & 1, ROWS, D)
     q2 = q1  # stands for what is not there
@@ -102,8 +103,10 @@ def chain(
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr,
+    QUEUE: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this block of threads, of which there is at least one."""
+    LATE: gl.constexpr = QUEUE == 1
     PART: gl.constexpr = ROWS // PACK
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
@@ -129,7 +132,7 @@ def chain(
     seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
     k0 = (tile.first + tile.count - 1) * BK
     k = receive(keys, stage_k, phase_k, BK, D)
-    q1, q2 = queries_of(queries, turn, WG, WGS, D, D2)
+    q1, q2 = queries_of(queries, turn, WG, WGS, D, D2, QUEUE)
     s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     release(keys, stage_k)
@@ -147,15 +150,19 @@ def chain(
         q2 = q1
         if D2 > 0:
             q2 = rest_of(queries, place, ROWS, D2)
-        for _ in range(tile.count - 1):
+        free = None
+        if LATE:
+            free = queries.empty.index(place)
+            mbarrier.arrive(free, count=1, pred=tile.count == 1)
+        for left in range(tile.count - 1, 0, -1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
                 q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked,
                 seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
+                LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY, free, left == 1,
             )  # fmt: skip
-        if not SHARE:
+        if not SHARE and not LATE:
             mbarrier.arrive(queries.empty.index(place), count=1)
 
         turn += 1
@@ -163,37 +170,54 @@ def chain(
         last, last_row0 = tile, row0
         if number >= 0:
             k = receive(keys, stage_k, phase_k, BK, D)
-            q1, q2 = queries_of(queries, turn, WG, WGS, D, D2)
-            wait_turn(WG, PINGPONG)
-            s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
-            v = receive(values, stage_v, phase_v, BK, E)
-            acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
+            if LATE:
+                v = receive(values, stage_v, phase_v, BK, E)
+                acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
+                q1, q2 = queries_of(queries, turn, WG, WGS, D, D2, QUEUE)
+                wait_turn(WG, PINGPONG)
+                s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
+            else:
+                q1, q2 = queries_of(queries, turn, WG, WGS, D, D2, QUEUE)
+                wait_turn(WG, PINGPONG)
+                s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
+                v = receive(values, stage_v, phase_v, BK, E)
+                acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
             give_turn((WG + 1) % WGS, PINGPONG)
             inverse = sums_of(l, m, tile, seen, size, extra, lse, factor, 1.0, PACK, R_L)
             tile = tile_at(number, turn, slots, size, band, extra, WGS, BK, PACK, SCHEDULE)
             row0 = first_row(tile.row_tile, size, WGS * PART) + WG * PART
             seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
             k0 = (tile.first + tile.count - 1) * BK
-            PARTS: gl.constexpr = 2 if E2 > 0 else 1
-            s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
+            if LATE:
+                acc1 = warpgroup_mma_wait(num_outstanding=2 if D2 > 0 else 1, deps=(acc1,))
+                acc1, acc2 = scaled(acc1, acc2, inverse, E2)
+                store_halves(results, o_desc, WG, last, last_row0, acc1, E, PACKED)
+                s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+            else:
+                s = warpgroup_mma_wait(num_outstanding=2 if E2 > 0 else 1, deps=(s,))
             release(keys, stage_k)
             stage_k, phase_k = advance(stage_k, phase_k, STAGES)
             p, m, l = first_weights(s, k0, seen, band, extra, factor, PEELED, ENDS, S_L)
-            if PIN:
-                l = pin(l)
-            acc1, acc2 = settle(acc1, acc2, E2)
+            if not LATE:
+                if PIN:
+                    l = pin(l)
+                acc1, acc2 = settle(acc1, acc2, E2)
             p16 = gl.convert_layout(p.to(DT), P1, assert_trivial=True)
         else:
             v = receive(values, stage_v, phase_v, BK, E)
             acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
             inverse = sums_of(l, m, tile, seen, size, extra, lse, factor, 1.0, PACK, R_L)
             acc1, acc2 = settle(acc1, acc2, E2)
+            if LATE:
+                acc1, acc2 = scaled(acc1, acc2, inverse, E2)
+                store_halves(results, o_desc, WG, last, last_row0, acc1, E, PACKED)
         release(values, stage_v)
         stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-        acc1, acc2 = scaled(acc1, acc2, inverse, E2)
-        store_tile(
-            results, o_desc, o_rest, place if SHARE else WG, last, last_row0, acc1, acc2, E, E2, SHARE, PACKED,
-        )  # fmt: skip
+        if not LATE:
+            acc1, acc2 = scaled(acc1, acc2, inverse, E2)
+            store_tile(
+                results, o_desc, o_rest, place if SHARE else WG, last, last_row0, acc1, acc2, E, E2, SHARE, PACKED,
+            )  # fmt: skip
         if SHARE:
             tma.store_wait(pendings=0)
             mbarrier.arrive(queries.empty.index(place), count=1)
@@ -206,6 +230,7 @@ def consume_chained(
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr,
+    QUEUE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
     if WG == WGS - 1:
@@ -214,7 +239,7 @@ def consume_chained(
     if number >= 0:  # short sequences may leave a block of threads without any
         chain(
             number, queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS,
-            BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
+            BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE, QUEUE,
         )  # fmt: skip
     if WG == 0:
         wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full

@@ -257,10 +257,10 @@ def consume(
     CHAIN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
-    if CHAIN:
+    if CHAIN > 0:
         consume_chained(
             queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS, BK, D, D2,
-            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
+            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE, CHAIN,
         )  # fmt: skip
     else:
         consume_apart(
@@ -286,15 +286,15 @@ def attend(
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
-    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: see
-    `sm90_chain`. The default partition takes the registers that the others leave.
+    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles
+    of queries in `sm90_chain`, or 0. The default partition takes the registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
         len_q, len_k, heads, group, tiles, places, section, count, shift, splits, rows, dim_v, table_stride
     )  # fmt: skip
     band = Sides(offset, left, right, prefix)
-    queue: gl.constexpr = 2 if CHAIN else 1  # tiles of queries
+    queue: gl.constexpr = CHAIN if CHAIN > 0 else 1
     queries = channel(q_desc, queue * WGS, 1, q_rest)
     keys = channel(k_desc, STAGES, WGS, k_rest)
     values = channel(v_desc, STAGES, WGS, v_rest)

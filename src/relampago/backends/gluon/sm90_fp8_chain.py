@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from relampago.backends.gluon.channel import receive, release
-from relampago.backends.gluon.sm90_chain import QUEUE, queries_of, sums_of, tile_at
+from relampago.backends.gluon.sm90_chain import queries_of, sums_of, tile_at
 from relampago.backends.gluon.sm90_fp8_step import (
     TIMES,
     capped_scores,
@@ -28,6 +28,8 @@ from relampago.backends.gluon.sm90_fp8_step import (
 from relampago.backends.gluon.sm90_step import advance, give_turn, scores, sight, wait_turn
 from relampago.backends.gluon.softmax import hide, part_sum, pin
 from relampago.backends.gluon.tiles import ROWS, first_row, tile_of
+
+QUEUE = gl.constexpr(2)  # tiles of queries that there is room for
 
 
 @gluon.jit
@@ -87,7 +89,7 @@ def chain(
     k0 = (tile.first + tile.count - 1) * BK
     by_row, kv_at, sk, sv = scales_at(tile, seen, k0, size, factor, scales, PACK)
     k = receive(keys, stage_k, phase_k, BK, D)
-    q, rest = queries_of(queries, turn, WG, WGS, D, 0)
+    q, _rest = queries_of(queries, turn, WG, WGS, D, 0, QUEUE)
     s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     release(keys, stage_k)
@@ -122,7 +124,7 @@ def chain(
         p8 = operand(p_words, P_L)
         if number >= 0:
             k = receive(keys, stage_k, phase_k, BK, D)
-            q, rest = queries_of(queries, turn, WG, WGS, D, 0)
+            q, _rest = queries_of(queries, turn, WG, WGS, D, 0, QUEUE)
             wait_turn(WG, PINGPONG)
             s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
             v = receive(values, stage_v, phase_v, E, BK)

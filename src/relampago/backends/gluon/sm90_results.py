@@ -37,3 +37,22 @@ def store_tile(
     store(o_desc, result, tile.q, row0, tile.head, PACKED)
     if E2 > 0:
         store(o_rest, results.rest.index(WG), tile.q, row0, tile.head, PACKED, E)
+
+
+@gluon.jit
+def store_halves(
+    results, o_desc, WG: gl.constexpr, tile, row0, acc, E: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """O in the queries' dtype, one half of its columns after the other through the same room."""
+    H: gl.constexpr = E // 2
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
+    )
+    halves = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, H]), (0, 2, 1)))
+    result = results.tiles.index(WG)
+    for c in gl.static_range(2):
+        half = gl.convert_layout(halves[c], O_L, assert_trivial=True)
+        tma.store_wait(pendings=0)
+        result.reshape([ROWS, H]).store(half.to(results.tiles.dtype))
+        fence_async_shared()
+        store(o_desc, result, tile.q, row0, tile.head, PACKED, c * H)

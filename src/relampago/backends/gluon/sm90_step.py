@@ -6,6 +6,7 @@ FlashAttention-3 (arXiv 2407.08608), Algorithm 2, lines 8 to 14. Legend: see `sm
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -112,9 +113,13 @@ def step(
     factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
     D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
     P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr,
-    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr,
+    TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, free=None, last=False,
 ):  # fmt: skip
-    """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
+    """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter.
+
+    If there is `free`, a barrier, it is told as soon as the queries are not needed any more, in the step that is the
+    `last`.
+    """
     k = receive(keys, stage_k, phase_k, BK, D)
     wait_turn(WG, PINGPONG)
     s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
@@ -124,6 +129,8 @@ def step(
     PARTS: gl.constexpr = 2 if E2 > 0 else 1
     s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
     release(keys, stage_k)
+    if free is not None:
+        mbarrier.arrive(free, count=1, pred=last)
     s = capped(s, cap)
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
