@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "hopper_cache"))
 
-from benchmarks.hopper import clock, correct, experiments, short, stress
+from benchmarks.hopper import changes, clock, correct, experiments, short, stress
 from benchmarks.hopper.watched import Rows, elapsed, watch
 
 COMPILERS = 14  # processes
@@ -84,7 +84,9 @@ def run(mode: str, budget: float, peers: list[str]) -> Rows:
 
 
 def main(mode: str, budget: str, *peers: str) -> None:
-    """Run, print, write."""
+    """Run, print, write. After `check` and `stress` may come a change to the plans, else peers."""
+    if mode in ("check", "stress") and peers:
+        changes.ask_for(*peers)
     rows = run(mode, float(budget), list(peers))
     target = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"hopper-{mode}.json"
     target.write_text(json.dumps(rows))
@@ -94,8 +96,11 @@ def main(mode: str, budget: str, *peers: str) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words and words[0] == "--job":
+        changes.apply()
         JOBS[words[1]](*words[2:])
     elif len(words) >= 2 and words[0] in (*REPORTS, "check", "stress", "all"):
         main(*words)
     else:
-        sys.exit("expected: check|stress|clock|short|experiments|all SECONDS [fa3] [fa4]")
+        sys.exit(
+            "expected: check|stress SECONDS [chain|lazy], clock|short|experiments|all SECONDS [fa3] [fa4]"
+        )
