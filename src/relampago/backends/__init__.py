@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
     Grads,
+    Held,
     Moving,
     Problem,
     RowStatistics,
@@ -53,7 +54,28 @@ class Backend(Protocol):
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Grads:
-        """The gradients of whatever forward gave that out and LSE."""
+        """The gradients of whatever forward gave that out and LSE.
+
+        A backend that can may instead add to those of x.sums, where given, and return them.
+        """
+        ...
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """What a backend may offer besides: to hold what the rows of a backward by shards need, and their running dQ."""
+
+    def hold(
+        self, p: Problem, plan: Plan, x: Arrays, saved: Saved, dout: Tensor, dlse: Tensor | None
+    ) -> Held | None:
+        """Rows with a dQ of 0, for the backward to take as x.sums.q, saved.lse and saved.delta; None if it adds otherwise.
+
+        Keys and mask of x are those of no shard in particular.
+        """
+        ...
+
+    def release(self, p: Problem, plan: Plan, x: Arrays, held: Held) -> Tensor:
+        """dQ in x.q's dtype."""
         ...
 
 

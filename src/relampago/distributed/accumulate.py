@@ -65,9 +65,3 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """(H,): this rank's rows' share. A sink's weight is exp(sink - lse), and what it takes away is delta."""
     weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """rowsum(dout · out) - dlse, (B, H, L): all that a backward needs of out, once and not at each step."""
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse).contiguous()
