@@ -61,7 +61,10 @@ NAMES, BACKWARD_NAMES, TANGENT_NAMES, BACKWARD_TANGENT_NAMES = (
 )
 library = torch.library.Library("relampago", "DEF")
 library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
-library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {INPUTS}) -> ()")
+# anew: what stands in `whole` counts for nothing
+library.define(
+    f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, bool anew, {INPUTS}) -> ()"
+)
 library.define(f"backward({_BACKWARD}) -> ({_GRADIENTS})")
 # dkv: dk and dv to add to, or none, which are then returned; delta: out and dlse are not read
 library.define(
@@ -170,14 +173,25 @@ def accumulate(*args: Any) -> None:
     again("accumulate", args, _accumulate)
 
 
-def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> tuple[()]:
+def _accumulate(whole: Tensor, whole_lse: Tensor, anew: bool, *args: Any) -> tuple[()]:
     x, facts = gather(args)
-    x.into = (whole, whole_lse)
+    x.into, x.anew = (whole, whole_lse), anew
     problem, backend, plan = decide(x, facts)
+    _refuse_held(whole, x, backend)
     out, lse = backend.forward(problem, plan, x)
-    if out is not whole:
+    if out is whole:
+        return ()
+    if anew:
+        whole.copy_(out), whole_lse.copy_(lse)
+    else:
         fold_(whole, whole_lse, out, lse)
     return ()
+
+
+def _refuse_held(t: Tensor, x: Arrays, backend: Backend) -> None:
+    """Rows that one backend holds are no other's."""
+    if t.dim() != x.q.dim() and not isinstance(backend, Holding):
+        raise Unsupported(f"rows which another backend than {backend.name} holds")
 
 
 @torch.library.impl(library, "backward", "CompositeExplicitAutograd")
@@ -233,8 +247,7 @@ def _accumulate_backward(
     x, facts = gather(args)
     x.sums = Sums(dq, *dkv)
     problem, backend, plan = decide_backward(x, facts)
-    if dq.dim() != x.q.dim() and not isinstance(backend, Holding):
-        raise Unsupported(f"a backward whose rows another backend than {backend.name} holds")
+    _refuse_held(dq, x, backend)
     grads = backend.backward(problem, plan, x, Saved(out, lse, delta), dout, dlse, Wanted())
     new: list[Tensor] = []
     for total, grad in zip(x.sums, grads[:3], strict=True):
@@ -395,7 +408,7 @@ def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.relampago.accumulate)
 def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return Work.of_shapes(*_sizes(shapes[2:])).forward_flops
+    return Work.of_shapes(*_sizes(shapes[3:])).forward_flops
 
 
 @register_flop_formula(torch.ops.relampago.accumulate_backward)

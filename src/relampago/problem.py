@@ -119,6 +119,7 @@ class Arrays:
     dtype: torch.dtype | None = None  # of out and gradients, if not that of the inputs
     # (out, lse) of other keys, to go on from, see `Backend.forward`
     into: tuple[Tensor, Tensor] | None = None
+    anew: bool = False  # what stands in `into` counts for nothing
     sums: Sums | None = None  # what a backward adds to, see `Backend.backward`
     max_logits: Tensor | None = None  # (B, H) of -inf: a forward without mods and bias raises it
     precision: str | None = None  # "fp8": products of e4m3 numbers
@@ -266,6 +267,19 @@ class Moving(NamedTuple):
     lse: Tensor
     dout: Tensor | None  # tangents of the gradients of out and LSE
     dlse: Tensor | None
+
+
+class HeldOut(NamedTuple):
+    """Out and LSE as a backend holds them over a forward by shards: out in an order of its own."""
+
+    out: Tensor  # (B, H, room · width), fp32
+    lse: Tensor  # (B, H, room)
+    unit: int  # parts begin at multiples of it, and end there or at the last row
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop), as `Arrays.into`."""
+        width = self.out.shape[-1] // self.lse.shape[-1]
+        return self.out[..., start * width : stop * width], self.lse[..., start:stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ The bricks of ring attention and split-KV (FlashAttention, arXiv 2205.14135, sec
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from relampago.op import (
     accumulate_backward_op,
     accumulate_op,
     backward_op,
+    decide,
     decide_backward,
     gather,
 )
-from relampago.problem import Held, Saved, accumulate_dtype
+from relampago.problem import Held, HeldOut, Saved, accumulate_dtype
 
 
 def partial(
@@ -59,7 +62,7 @@ def partial(
     shapes = {"out": (*q.shape[:3], v.shape[3]), "lse": (q.shape[0], q.shape[2], q.shape[1])}
     found = {"out": into[0], "lse": into[1]}
     validate.into(found, shapes, q, k, v, call.bias, call.sinks, *call.mod_args)
-    accumulate_op(*into, *call)
+    accumulate_op(*into, False, *call)
     return into
 
 
@@ -114,6 +117,87 @@ def partial_backward(
     keys = [] if dk is None or dv is None else [dk, dv]
     new = accumulate_backward_op(dq, keys, dout, out, lse, dlse, None, *call)
     return dq, *(keys or new)
+
+
+class Merged:
+    """The rows of a forward by shards, merged as they come: `partial` where a backend can hold the result best.
+
+    Args:
+        q: (B, Lq, H, D), all rows.
+        k: keys of some shard.
+        v: its values.
+        rows: which rows each shard to come will be given, in order; only if the first are all of them, and all begin
+            and end where blocks do, can a backend hold them.
+        options: what is the same for all shards.
+
+    Raises:
+        InvalidInput: as `partial`.
+        Unsupported: as `attention`.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[slice], **options: Any
+    ) -> None:
+        self.q, self.options = q, options
+        self._x, facts = gather(prepare(q, k, v, Options(**options), shard=True))
+        self._how = problem, backend, plan = decide(self._x, facts)
+        self._held: HeldOut | None = None
+        self._plain: tuple[Tensor, Tensor] | None = None
+        every = slice(0, q.shape[1])
+        if isinstance(backend, Holding) and rows and rows[0] == every:
+            held = backend.hold_out(problem, plan, self._x)
+            fits = held is not None and all(_fits(r, held.unit, every.stop) for r in rows)
+            self._held = held if fits else None
+        self._anew = True
+
+    def add(
+        self, rows: slice, k: Tensor, v: Tensor, *, offset: int | None = None, **options: Any
+    ) -> None:
+        """Rows [rows.start, rows.stop) against one shard; the first time all of them, where they are held."""
+        q = self.q[:, rows]
+        call = prepare(q, k, v, Options(**self.options, **options), offset=offset, shard=True)
+        anew, self._anew = self._anew, False
+        if self._held is not None:
+            accumulate_op(*self._held.part(rows.start, rows.stop), anew, *call)
+        elif anew and rows == slice(0, self.q.shape[1]):
+            self._plain = run(*call)
+        else:
+            out, lse = self._rest()
+            accumulate_op(out[:, rows], lse[:, :, rows], False, *call)
+
+    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out (B, Lq, H, E) in a dtype, LSE (B, H, Lq)), the sinks taken in."""
+        if self._held is None:
+            return with_sinks(*self._rest(), sinks, dtype)
+        problem, backend, plan = self._how
+        assert isinstance(backend, Holding)
+        kept = dtype if sinks is None else self._held.out.dtype
+        out = backend.release_out(problem, plan, self._x, self._held, kept)
+        return with_sinks(out, self._held.lse[..., : self.q.shape[1]].contiguous(), sinks, dtype)
+
+    def _rest(self) -> tuple[Tensor, Tensor]:
+        """What no backend holds."""
+        if self._plain is None:
+            (batch, length, heads, _), dtype = self.q.shape, accumulate_dtype(self.q.dtype)
+            out = self.q.new_zeros((batch, length, heads, self._x.v.shape[-1]), dtype=dtype)
+            self._plain = out, out.new_full((batch, heads, length), -math.inf)
+        return self._plain
+
+
+def with_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(out in a dtype, lse) with one more score per row, without a value. Writes to out."""
+    if sinks is not None:
+        whole = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        out.mul_((lse - whole).exp().transpose(1, 2)[..., None])
+        lse = whole
+    return out.to(dtype), lse
+
+
+def _fits(rows: slice, unit: int, length: int) -> bool:
+    """Whether rows begin and end where a block does, or the last one."""
+    return rows.start % unit == 0 and (rows.stop % unit == 0 or rows.stop == length)
 
 
 class Rows:
@@ -193,9 +277,8 @@ class Rows:
         """The rows as the backend holds them, unless they begin or end in the middle of what it copies whole."""
         if self._held is None:
             return None
-        unit, length = self._held.unit, self.q.shape[1]
-        whole = rows.start % unit == 0 and (rows.stop % unit == 0 or rows.stop == length)
-        return self._held.part(rows.start, rows.stop) if whole else None
+        fits = _fits(rows, self._held.unit, self.q.shape[1])
+        return self._held.part(rows.start, rows.stop) if fits else None
 
     def _rest(self) -> Tensor:
         """dQ of rows that no backend holds."""

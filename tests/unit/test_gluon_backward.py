@@ -32,7 +32,7 @@ from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Sums, Wanted
 
 MODULES = (
-    "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "boxes", "combine", "counter", "sizes",
+    "versions", "channel", "tiles", "held", "softmax", "producer", "sm90_forward", "boxes", "combine", "counter", "sizes",
     "launch", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins", "sm90_queries",
     "backward_launch",
 )  # fmt: skip

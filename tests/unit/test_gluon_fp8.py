@@ -70,7 +70,7 @@ def launcher():
     modules["relampago.quant.kernels"] = casts
     root = "relampago.backends.gluon."
     names = (
-        "versions", "channel", "tiles", "softmax", "producer", "sm90_forward", "sm90_values", "sm90_fp8", "combine",
+        "versions", "channel", "tiles", "held", "softmax", "producer", "sm90_forward", "sm90_values", "sm90_fp8", "combine",
         "boxes",
         "launch", "fp8_launch",
     )  # fmt: skip

@@ -60,7 +60,7 @@ def test_opcheck(name) -> None:
 def test_opcheck_of_folding_into_a_result() -> None:
     call = prepare(*make(), Options(causal=True), shard=True)
     out, lse = forward_op(*call)
-    torch.library.opcheck(accumulate_op, (out, lse, *call))
+    torch.library.opcheck(accumulate_op, (out, lse, False, *call))
 
 
 @pytest.mark.parametrize("keys", [True, False])

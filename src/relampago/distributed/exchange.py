@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relampago.distributed.accumulate import Output
 from relampago.distributed.schedule import Message, Schedule, Span, Work
 from relampago.distributed.transport import Program, Shape, Transport
 from relampago.problem import accumulate_dtype
-from relampago.shards import Rows, partial
+from relampago.shards import Merged, Rows
 
 
 class Scores(NamedTuple):
@@ -88,11 +87,13 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 def forward(
     schedule: Schedule, link: Transport, q: Tensor, k: Tensor, v: Tensor, scores: Scores, step: str
 ) -> Program:
-    """Returns the `Output`, before sinks."""
+    """Returns the rows' `Merged`, before sinks."""
     dim = q.shape[-1]
     held = {schedule.rank: Block(0, pack(k, v))}
-    total = Output(q, v.shape[-1])
-    for number, slot in enumerate(schedule.forward_slots):
+    slots = schedule.forward_slots
+    every = [piece.rows for slot in slots for work in slot.work for piece in work.pieces]
+    total = Merged(q, k, v, every, **scores._asdict())
+    for number, slot in enumerate(slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
         receives = [(m.peer, _shape(held[schedule.rank].kv, m)) for m in slot.receives]
         pending = _post(link, sends, receives, q, f"{step}, step {number}")
@@ -100,13 +101,9 @@ def forward(
             block = held[work.owner]
             for piece in work.pieces:
                 keys = block.take(piece.keys.start, piece.keys.stop)
-                into = total.into(piece.rows)
-                part = partial(
-                    q[:, piece.rows], keys[..., :dim], keys[..., dim:], into=into,
-                    **piece.options(q.device), **scores._asdict(),
-                )  # fmt: skip
-                if into is None:
-                    total.start(*part)
+                total.add(
+                    piece.rows, keys[..., :dim], keys[..., dim:], **piece.options(q.device)
+                )
         if pending is not None:
             arrived = yield pending
             held.update(_blocks(slot.receives, arrived))

@@ -19,7 +19,7 @@ from relampago.distributed.layouts import Layout
 from relampago.distributed.schedule import build
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Links, Program
-from relampago.shards import delta_of
+from relampago.shards import Merged, delta_of
 
 Context = Literal["ring", "halo", "allgather"]
 
@@ -54,7 +54,7 @@ def forward(
     step = f"{name_of(course)} forward"
     outer = _outer(course, links, q.device, step)
     if outer is None:
-        total: Output = yield from _inner(course, links, q, k, v, step)
+        total: Output | Merged = yield from _inner(course, links, q, k, v, step)
         out, lse = total.finish(sinks, q.dtype)
         return out, lse, Saved(q.new_empty(0), lse.new_empty(0))
     joint = yield from outer.scatter("q, k, v", ("q", q), ("kv", k), ("kv", v))

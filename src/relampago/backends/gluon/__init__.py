@@ -20,6 +20,7 @@ from relampago.problem import (
     Arrays,
     Grads,
     Held,
+    HeldOut,
     Layout,
     Problem,
     Saved,
@@ -108,6 +109,21 @@ class GluonSm90:
             plan = self._holding(p, plan) or plan
         with _on(x.q.device):
             return backward(plan, by_query, x, saved, dout, dlse, wanted, p.deterministic)
+
+    def hold_out(self, p: Problem, plan: Plan, x: Arrays) -> HeldOut | None:
+        if p.fp8 or 0 in (*x.q.shape, x.k.shape[1]):
+            return None
+        from relampago.backends.gluon.held_launch import hold_out
+
+        return hold_out(x, p.device.multiprocessors)
+
+    def release_out(
+        self, p: Problem, plan: Plan, x: Arrays, held: HeldOut, dtype: torch.dtype
+    ) -> Tensor:
+        from relampago.backends.gluon.held_launch import release_out
+
+        with _on(x.q.device):
+            return release_out(x, held, dtype)
 
     def hold(
         self, p: Problem, plan: Plan, x: Arrays, saved: Saved, dout: Tensor, dlse: Tensor | None

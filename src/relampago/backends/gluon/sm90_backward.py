@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from relampago.backends.gluon.channel import barriers, channel, receive, release, ring, send
+from relampago.backends.gluon.held import as_held
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
     Size,
     advance,
-    as_held,
     disguised,
     first_turn,
     hide_rows,

@@ -184,21 +184,6 @@ def disguised(index, k0):
 
 
 @gluon.jit
-def as_held(x):
-    """[64, N] of a warpgroup's accumulator as a line in the order of its threads: 512 bytes a warp."""
-    M: gl.constexpr = x.shape[0] * x.shape[1]
-    x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])  # warp, half, row, columns, of four, pair
-    return gl.reshape(gl.permute(x, [0, 3, 2, 4, 1, 5]), [M])
-
-
-@gluon.jit
-def as_tile(x, N: gl.constexpr):
-    """The other way: [64, N]."""
-    x = gl.permute(gl.reshape(x, [4, N // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
-    return gl.reshape(x, [64, N])
-
-
-@gluon.jit
 def slope(p, s, cap):
     """p times the slope of softcap, if there is one: `s` is a tanh then, not hidden, since 0 · inf is no number."""
     if cap is not None:

@@ -3,8 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from relampago.backends.gluon.held import as_held, as_tile
 from relampago.backends.gluon.sizes import Sides
-from relampago.backends.gluon.sm90_gradients import Size, as_tile, row_base, sequence
+from relampago.backends.gluon.sm90_gradients import Size, row_base, sequence
 from relampago.backends.gluon.softmax import LOG2E
 
 

@@ -28,13 +28,12 @@ from relampago.backends.gluon.channel import (
     ring,
     send,
 )
+from relampago.backends.gluon.held import as_held, as_tile
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
     Size,
     advance,
-    as_held,
-    as_tile,
     first_turn,
     hide_rows,
     key_tile,
