@@ -3,8 +3,6 @@
 from relampago.api import (
     attention,
     attention_varlen,
-    partial,
-    partial_backward,
     set_batch_invariant,
     using,
 )
@@ -15,6 +13,7 @@ from relampago.masks.blocks import BlockSparse
 from relampago.masks.spec import Causal, Document, Prefix, Window
 from relampago.merge import merge
 from relampago.mods import ScoreMod
+from relampago.shards import partial, partial_backward
 
 __all__ = [
     "BlockSparse",

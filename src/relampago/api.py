@@ -23,7 +23,6 @@ from relampago.masks.spec import Causal, Extent, Mask, Window, resolve
 from relampago.measure import forward_max
 from relampago.mods import ScoreMod, alibi, constant, register
 from relampago.mods import softcap as softcap_mod
-from relampago.op import accumulate_op, backward_op
 from relampago.plan import Plan
 from relampago.problem import Facts
 from relampago.select import by_name
@@ -272,89 +271,6 @@ def attention_varlen(
                       v_descale)  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _respond(q, k, v, options, packing, return_lse, return_max_logits)
-
-
-def partial(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    offset: int | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention to one shard of the keys, to be combined by `merge`: the brick of ring attention and split-KV.
-
-    Args:
-        q: (B, Lq, H, D).
-        k: (B, Lk, G, D), one shard.
-        v: (B, Lk, G, E).
-        offset: position of row 0 minus position of this shard's key 0; None aligns bottom right. Masks are
-            evaluated there, so that a shard sees what the whole would show it.
-        into: (out, lse) that other shards gave these rows. This shard is merged into them in place, on GPUs within
-            the kernel; they are what is returned. Out's and LSE's last dimensions must be contiguous.
-        options: those of `attention` (without return_lse). Give sinks to one shard only.
-
-    Returns:
-        (out, lse): out (B, Lq, H, E) in fp32 (fp64 for fp64 input), so that merging many parts costs no digits;
-        LSE (B, H, Lq).
-
-    Raises:
-        InvalidInput: as `attention`.
-        Unsupported: as `attention`.
-    """
-    call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
-    if into is None:
-        return run(*call)
-    validate.into(*into, q, v, k, call.bias, call.sinks, *call.mod_args)
-    accumulate_op(*into, *call)
-    return into
-
-
-def partial_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    dlse: Tensor | None = None,
-    offset: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One shard's share of the gradients of a larger attention.
-
-    Args:
-        dout: gradient of the merged output (B, Lq, H, E).
-        q: (B, Lq, H, D).
-        k: (B, Lk, G, D), one shard.
-        v: (B, Lk, G, E).
-        out: the merged output (B, Lq, H, E).
-        lse: the merged LSE (B, H, Lq).
-        dlse: gradient of the merged LSE, if it was used.
-        offset: as in `partial`.
-        options: as in `partial`.
-
-    Returns:
-        (dq, dk, dv) in fp32 (fp64 for fp64 input); sum dq over shards.
-
-    Raises:
-        InvalidInput: as `attention`.
-        Unsupported: as `attention`.
-    """
-    call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
-    rows = (q.shape[0], q.shape[2], q.shape[1])
-    shape = (*q.shape[:3], v.shape[3])
-    validate.require(
-        [
-            ("dout", ("has shape {}", tuple(dout.shape)), shape, tuple(dout.shape) == shape),
-            ("out", ("has shape {}", tuple(out.shape)), shape, tuple(out.shape) == shape),
-            ("lse", ("has shape {}", tuple(lse.shape)), rows, tuple(lse.shape) == rows),
-        ]
-    )
-    dq, dk, dv, _, _ = backward_op(dout, dlse, out, lse, [True, True, True, False, False], *call)
-    return dq, dk, dv
 
 
 class Options(NamedTuple):

@@ -1,8 +1,9 @@
 """The custom ops: what autograd, torch.compile and the FLOP counter see of relampago.
 
-`relampago::forward`, which `accumulate` folds into other results; `backward`, with the gradients of score mods'
-tensors as `backward_args`; and the derivatives of both along tangents, `tangent` and `backward_tangent`. They take
-tensors, the sizes that may vary under torch.compile, and one string of static `Facts`. Description, choice and plan
+`relampago::forward`, which `accumulate` folds into other results; `backward`, which `accumulate_backward` adds to
+others', with the gradients of score mods' tensors as `backward_args`; and the derivatives of both along tangents,
+`tangent` and `backward_tangent`. They take tensors, the sizes that may vary under torch.compile, and one string of
+static `Facts`. Description, choice and plan
 happen inside, where sizes are concrete. Which op is the derivative of which stands in `derivatives.py`.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from relampago.backends import Backend, TwiceDifferentiable
+from relampago.backends import Backend, Holding, TwiceDifferentiable
 from relampago.errors import InvalidInput, Unsupported
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
@@ -30,6 +31,7 @@ from relampago.problem import (
     Moving,
     Problem,
     Saved,
+    Sums,
     Tangents,
     Wanted,
     accumulate_dtype,
@@ -59,8 +61,14 @@ NAMES, BACKWARD_NAMES, TANGENT_NAMES, BACKWARD_TANGENT_NAMES = (
 )
 library = torch.library.Library("relampago", "DEF")
 library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
-library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, {INPUTS}) -> ()")
+# anew: what stands in `whole` counts for nothing
+library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, bool anew, {INPUTS}) -> ()")
 library.define(f"backward({_BACKWARD}) -> ({_GRADIENTS})")
+# dkv: dk and dv to add to, or none, which are then returned; delta: out and dlse are not read
+library.define(
+    f"accumulate_backward(Tensor(a!) dq, Tensor(b!)[] dkv, Tensor dout, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor? delta, {INPUTS}) -> (Tensor, Tensor)"
+)
 # the same with gradients of mod_args: `wanted` goes on with an entry for each
 library.define(f"backward_args({_BACKWARD}) -> ({_GRADIENTS}, Tensor[])")
 library.define(f"tangent({_TANGENT}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -68,6 +76,7 @@ library.define(f"backward_tangent({_BACKWARD_TANGENT}) -> ({_GRADIENTS})")
 forward_op = torch.ops.relampago.forward.default
 accumulate_op = torch.ops.relampago.accumulate.default
 backward_op = torch.ops.relampago.backward.default
+accumulate_backward_op = torch.ops.relampago.accumulate_backward.default
 backward_args_op = torch.ops.relampago.backward_args.default
 tangent_op = torch.ops.relampago.tangent.default
 backward_tangent_op = torch.ops.relampago.backward_tangent.default
@@ -137,6 +146,12 @@ def decide(
     return problem, *_decide(problem, facts.backend, facts.plan)
 
 
+def decide_backward(x: Arrays, facts: Facts) -> tuple[Problem, Backend, Plan]:
+    """Which backend takes the gradients of q, k and v, and its plan."""
+    problem = describe(x, facts, wanted=Wanted())
+    return problem, *_decide(problem, facts.backend, facts.plan)
+
+
 @torch.library.impl(library, "forward", "CompositeExplicitAutograd")
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """What `relampago::forward` does, below dispatch and autograd."""
@@ -156,14 +171,25 @@ def accumulate(*args: Any) -> None:
     again("accumulate", args, _accumulate)
 
 
-def _accumulate(whole: Tensor, whole_lse: Tensor, *args: Any) -> tuple[()]:
+def _accumulate(whole: Tensor, whole_lse: Tensor, anew: bool, *args: Any) -> tuple[()]:
     x, facts = gather(args)
-    x.into = (whole, whole_lse)
+    x.into, x.anew = (whole, whole_lse), anew
     problem, backend, plan = decide(x, facts)
+    _refuse_held(whole, x, backend)
     out, lse = backend.forward(problem, plan, x)
-    if out is not whole:
+    if out is whole:
+        return ()
+    if anew:
+        whole.copy_(out), whole_lse.copy_(lse)
+    else:
         fold_(whole, whole_lse, out, lse)
     return ()
+
+
+def _refuse_held(t: Tensor, x: Arrays, backend: Backend) -> None:
+    """Rows that one backend holds are no other's."""
+    if t.dim() != x.q.dim() and not isinstance(backend, Holding):
+        raise Unsupported(f"rows which another backend than {backend.name} holds")
 
 
 @torch.library.impl(library, "backward", "CompositeExplicitAutograd")
@@ -204,6 +230,32 @@ def _backward_args(
             for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
         ],
     )
+
+
+@torch.library.impl(library, "accumulate_backward", "CompositeExplicitAutograd")
+def accumulate_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    """What `relampago::accumulate_backward` does."""
+    return again("accumulate_backward", args, _accumulate_backward)
+
+
+def _accumulate_backward(
+    dq: Tensor, dkv: list[Tensor], dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    delta: Tensor | None, *args: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x, facts = gather(args)
+    x.sums = Sums(dq, *dkv)
+    problem, backend, plan = decide_backward(x, facts)
+    _refuse_held(dq, x, backend)
+    grads = backend.backward(problem, plan, x, Saved(out, lse, delta), dout, dlse, Wanted())
+    new: list[Tensor] = []
+    for total, grad in zip(x.sums, grads[:3], strict=True):
+        assert grad is not None
+        if total is None:
+            new.append(grad.to(x.out_dtype))
+        elif grad is not total:
+            total.add_(grad)
+    dk, dv = new or (_absent(x.k), _absent(x.v))
+    return dk, dv
 
 
 @torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
@@ -325,6 +377,15 @@ def _accumulate_fake(*args: Any) -> None:
     return None
 
 
+@torch.library.register_fake("relampago::accumulate_backward", lib=library)
+def _accumulate_backward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    x, _ = gather(args[7:])
+    if args[1]:
+        return _absent(x.k), _absent(x.v)
+    dk, dv = (t.new_empty(t.shape, dtype=x.out_dtype) for t in (x.k, x.v))
+    return dk, dv
+
+
 @torch.library.register_fake("relampago::backward_args", lib=library)
 def _backward_args_fake(*args: Any) -> tuple[Any, ...]:
     wanted, call = args[4], args[5:]
@@ -345,7 +406,12 @@ def _forward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.relampago.accumulate)
 def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return Work.of_shapes(*_sizes(shapes[2:])).forward_flops
+    return Work.of_shapes(*_sizes(shapes[3:])).forward_flops
+
+
+@register_flop_formula(torch.ops.relampago.accumulate_backward)
+def _accumulate_backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return Work.of_shapes(*_sizes(shapes[7:])).backward_flops
 
 
 @register_flop_formula(torch.ops.relampago.tangent)

@@ -119,6 +119,8 @@ class Arrays:
     dtype: torch.dtype | None = None  # of out and gradients, if not that of the inputs
     # (out, lse) of other keys, to go on from, see `Backend.forward`
     into: tuple[Tensor, Tensor] | None = None
+    anew: bool = False  # what stands in `into` counts for nothing
+    sums: Sums | None = None  # what a backward adds to, see `Backend.backward`
     max_logits: Tensor | None = None  # (B, H) of -inf: a forward without mods and bias raises it
     precision: str | None = None  # "fp8": products of e4m3 numbers
     q_scale: Tensor | None = None  # fp32 (B, H, blocks or 1), where q is e4m3
@@ -188,6 +190,35 @@ class Saved(NamedTuple):
 
     out: Tensor
     lse: Tensor
+    delta: Tensor | None = (
+        None  # rowsum(dout · out) - dlse, if known: out and dlse are not read then
+    )
+
+
+class Sums(NamedTuple):
+    """Gradients that other shards gave, in fp32 (fp64 for fp64 input), to be added to; None: returned anew instead."""
+
+    q: Tensor  # (B, Lq, H, D), or what `Holding.hold` gave
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+class Held(NamedTuple):
+    """Rows as a backend holds them over a backward by shards: in an order of its own, three dimensions each.
+
+    The last one counts rows of a head (dq: rows times their width), of which `part` takes some.
+    """
+
+    dq: Tensor  # (B, H, room · width)
+    lse: Tensor  # (B, H, room)
+    delta: Tensor  # (B, H, room)
+    unit: int  # parts begin at multiples of it, and end there or at the last row
+
+    def part(self, start: int, stop: int) -> Held:
+        """Rows [start, stop)."""
+        width = self.dq.shape[-1] // self.lse.shape[-1]
+        dq = self.dq[..., start * width : stop * width]
+        return Held(dq, self.lse[..., start:stop], self.delta[..., start:stop], self.unit)
 
 
 class RowStatistics(NamedTuple):
@@ -238,6 +269,19 @@ class Moving(NamedTuple):
     lse: Tensor
     dout: Tensor | None  # tangents of the gradients of out and LSE
     dlse: Tensor | None
+
+
+class HeldOut(NamedTuple):
+    """Out and LSE as a backend holds them over a forward by shards: out in an order of its own."""
+
+    out: Tensor  # (B, H, room · width), fp32
+    lse: Tensor  # (B, H, room)
+    unit: int  # parts begin at multiples of it, and end there or at the last row
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop), as `Arrays.into`."""
+        width = self.out.shape[-1] // self.lse.shape[-1]
+        return self.out[..., start * width : stop * width], self.lse[..., start:stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

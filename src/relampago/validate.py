@@ -33,13 +33,13 @@ def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> N
             raise InvalidInput("\n".join(lines))
 
 
-def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, *others: Tensor | None) -> None:
-    """What a partial result is to be merged into; `others` are what else the result depends on."""
+def into(
+    found: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], q: Tensor, *others: Tensor | None
+) -> None:
+    """What a result of these names and shapes is to be added to; q and `others` are what the result depends on."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shapes = ((*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1]))
-    found = {"out": out, "lse": lse}
-    for (name, t), shape in zip(found.items(), shapes, strict=True):
-        at = f"into's {name}"
+    for name, t in found.items():
+        at, shape = f"into's {name}", shapes[name]
         require(
             [
                 (at, ("has shape {}", tuple(t.shape)), shape, tuple(t.shape) == shape),
@@ -54,7 +54,7 @@ def into(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, *others: Tensor | None)
             ],
             found,
         )
-    read = [t for t in (out, lse, q, v, *others) if t is not None]
+    read = [t for t in (*found.values(), q, *others) if t is not None]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in read)
     moving = forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in read

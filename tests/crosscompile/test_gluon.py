@@ -308,6 +308,24 @@ def test_partial_results(monkeypatch, row, folds) -> None:
     check(build(monkeypatch, row.plan, x), row.plan, newest, FOLDING if folds else 0)
 
 
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("row", [r for r in ROWS[1::3] if dims(r.values[0])[1] in (64, 128, 256)])
+def test_rows_that_are_held(monkeypatch, row, anew) -> None:
+    """A tile of O is one address, and 16 bytes of it a thread's instruction: no spills but those of masks."""
+    mask = next(name for name in ("causal", "full") if reaches(row, name))
+    x = replace(arrays(row, mask), dtype=torch.float32, anew=anew)
+    b, n, h, e = (*x.q.shape[:3], x.v.shape[3])
+    x.into = torch.zeros(b, h, 2 * n * e)[..., n * e :], torch.zeros(b, h, 2 * n)[..., n:]
+    built = build(monkeypatch, row.plan, x)
+    newest = 0 if OLD or dims(row)[0] < 256 else NEWEST_PARTIAL[not anew]
+    check(built, row.plan, newest)
+    ptx = built.asm["ptx"]
+    assert (
+        len(re.findall(r"st\.global\S*\.v4", ptx)) >= e // 8
+    )  # of 64 · e floats, by each warpgroup
+    assert anew or len(re.findall(r"ld\.global\S*\.v4", ptx)) >= e // 8
+
+
 @pytest.mark.parametrize(("dim", "dim_v"), [(80, 80), (192, 128), (40, 72), (160, 160), (64, 128)])
 def test_padded_dims(monkeypatch, dim, dim_v) -> None:
     row = next(r for r in TABLE if dims(r)[0] >= dim and dims(r)[1] >= dim_v)

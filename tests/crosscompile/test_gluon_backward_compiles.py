@@ -12,7 +12,7 @@ import torch
 from relampago.masks.rules import Band
 from relampago.mods import register, softcap
 from relampago.plan import Plan, Row, table
-from relampago.problem import Arrays, Device, Problem, Saved, Wanted
+from relampago.problem import Arrays, Device, Problem, Saved, Sums, Wanted
 
 triton = pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -39,7 +39,7 @@ def query_row(row: Row) -> Row:
 
 def build(
     monkeypatch: pytest.MonkeyPatch, row: Row, mask: str, deterministic: bool = False,
-    half: torch.dtype = torch.bfloat16, packed: bool = False, **more: Any,
+    half: torch.dtype = torch.bfloat16, packed: bool = False, known: torch.Tensor | None = None, **more: Any,
 ) -> dict[str, Built]:  # fmt: skip
     """The kernels of a backward by name."""
     recorder = Recorder("sm90")
@@ -53,7 +53,8 @@ def build(
         more |= {"cu_q": cu, "cu_k": cu}
     x = Arrays(q=q, k=k, v=v, scale=1.0, band=MASKS[mask], len_q=512, len_k=512, **more)
     out = torch.zeros((*q.shape[:-1], dim_v), dtype=half)
-    saved = Saved(out, torch.zeros((4, 512) if packed else (1, 4, 512)))
+    lse = torch.zeros((4, 512) if packed else (1, 4, 512))
+    saved = Saved(out, lse if known is None else known, known)
     wanted = Wanted(sinks=x.sinks is not None)
     plans = row.plan, query_row(row).plan
     backward_launch.backward(*plans, x, saved, out, None, wanted, deterministic)
@@ -130,6 +131,42 @@ def test_other_forms(monkeypatch, row) -> None:
     check(build(monkeypatch, row, mask, deterministic=True, packed=True), row)
     more = {"sinks": torch.zeros(4), "dtype": torch.float32}
     check(build(monkeypatch, row, mask, half=torch.float16, **more), row)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_gradients_that_are_added(monkeypatch, row) -> None:
+    """To those of other shards, which are part of longer tensors; as many registers as where they are stored."""
+    dim, dim_v = dims(row)
+    shapes = ((1, 512, 4, dim), (1, 512, 2, dim), (1, 512, 2, dim_v))
+    sums = Sums(*(torch.zeros(*s[:3], 2 * s[3])[..., : s[3]] for s in shapes))
+    more = {"dtype": torch.float32, "sums": sums, "known": torch.zeros(1, 4, 512)}
+    mask = reached(row)
+    for deterministic in (False, True):
+        built = build(monkeypatch, row, mask, deterministic, **more)
+        assert built.pop("prepare").spills == 0  # reads neither out nor dO
+        check(built, row)
+        for name in {"by_keys", "by_products", "by_queries"} & set(built):
+            found = re.findall(r"(?:red|atom)\.global\.\S*add\.\S*f32", built[name].asm["ptx"])
+            assert any("v2" in one for one in found), found
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.values[0].plan.fused and r.values[0].plan.block_q == 64]
+)
+def test_rows_that_are_held(monkeypatch, row) -> None:
+    """One kernel, whose main loops are no longer than those of a backward that holds nothing."""
+    dim, dim_v = dims(row)
+    held = torch.zeros(1, 4, 1024 * dim)[..., 256 * dim : 768 * dim]
+    facts = torch.zeros(1, 4, 1024)[..., 256:768]
+    # at d 64 causal's own row has blocks of 128, so that this one serves it too
+    for mask in {reached(row), "causal" if dim == 64 else reached(row)}:
+        more = {"dtype": torch.float32, "sums": Sums(held), "known": facts}
+        built = build(monkeypatch, row, mask, **more)
+        assert list(built) == ["by_keys"]
+        check(built, row)
+        plain = build(monkeypatch, row, mask)["by_keys"]
+        here, there = (sum(map(len, loops(disassembled(one)))) for one in (built["by_keys"], plain))
+        assert here <= there or not OLD
 
 
 def found_by(dim: int, **more: Any) -> Row:

@@ -21,6 +21,7 @@ from triton import knobs
 import relampago as rl
 from relampago import start, tape, warm
 from relampago.backends.gluon import launch as gluon_launch
+from relampago.shards import Rows
 
 pytestmark = [
     pytest.mark.skipif(cuda.COMPILER is None, reason="no C compiler"),
@@ -131,6 +132,17 @@ def shards(q, k, v):
     return rl.partial(q, k, v, into=(out, lse), causal=True, backend="triton")
 
 
+def added(q, k, v, dout):
+    sums = torch.zeros(1, 64, 4, 64), torch.zeros(1, 64, 4, 64), torch.zeros(1, 64, 4, 64)
+    lse = torch.zeros(1, 4, 64)
+    return rl.partial_backward(dout, q, k, v, dout, lse, into=sums, causal=True, backend="triton")
+
+
+def held(q, k, v, dout):
+    rows = Rows(dout, q, k, v, dout, torch.zeros(1, 4, 64), backend="gluon_sm90")
+    return *rows.add(slice(0, 64), k, v, causal=True), rows.finish()
+
+
 CALLS = {
     "gluon": (forward(causal=True, backend="gluon_sm90"), {}),
     "gluon-packed": (packed(causal=True, backend="gluon_sm90"), {}),
@@ -140,6 +152,8 @@ CALLS = {
     "triton-mask": (forward(mask=rl.Causal(), softcap=5.0, backend="triton"), {}),  # by the op
     "triton-gradients": (gradients(causal=True, backend="triton"), {"dout": True}),
     "triton-into": (shards, {}),
+    "triton-added": (added, {"dout": True}),
+    "gluon-held": (held, {"dout": True}),
     "decode": (forward(), {"length": 1, "heads": 8, "kv_heads": 2, "keys": 4096}),
 }
 

@@ -18,7 +18,7 @@ from relampago.backends.triton import backward, forward
 from relampago.cases import find
 from relampago.op import arrays_of
 from relampago.plan import Plan
-from relampago.problem import Saved, Wanted
+from relampago.problem import Saved, Sums, Wanted
 
 FP32 = (
     "full", "causal", "bottom-right", "one-key", "bhsd", "mqa", "dim-1",
@@ -98,6 +98,35 @@ def test_fold_into_other_keys(name, device) -> None:
     assert (longer[:, :3] == 7).all()
     assert (longer[:, n + 3 :] == 7).all()
     assert (longer_lse[:, :, n + 3 :] == 7).all()
+
+
+@pytest.mark.parametrize("fused", [0, 1])
+@pytest.mark.parametrize("name", ["bottom-right", "dim-40-v-72"])
+def test_gradients_added_to_others(name, fused, device) -> None:
+    """To parts of longer tensors, whose neighbours stay; delta is known, and out is not read."""
+    x = lowered(small(name), device)
+    out, lse = forward.forward(x, PLAN)
+    dout = torch.randn_like(out)
+    plan = Plan(block_q=32, block_k=32, fused=fused)
+    want = backward.backward(x, plan, PLAN, Saved(out, lse), dout, None, Wanted(), False)
+    longer = [
+        torch.randn(t.shape[0], t.shape[1] + 9, *t.shape[2:], device=device)
+        for t in (x.q, x.k, x.v)
+    ]
+    before = [t.clone() for t in longer]
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    saved = Saved(torch.full_like(out, torch.nan), lse, delta)
+    for keys in (True, False):  # the second time dK and dV come anew
+        parts = [t[:, 2 : t.shape[1] - 7] for t in longer]
+        x.sums = Sums(*parts) if keys else Sums(parts[0])
+        got = backward.backward(x, plan, PLAN, saved, dout, None, Wanted(), False)
+        assert [a is b for a, b in zip(got, x.sums, strict=False)] == [True, keys, keys]
+        if not keys:
+            for one, other in zip(got[1:3], want[1:3], strict=True):
+                torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+    for t, old, grad, times in zip(longer, before, want[:3], (2, 1, 1), strict=True):
+        old[:, 2 : t.shape[1] - 7] += times * grad
+        torch.testing.assert_close(t, old, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_and_keys_of_no_sequence(device) -> None:

@@ -21,7 +21,8 @@ from relampago.problem import Arrays
 
 # The forward's modules, to be imported anew with the pretended Gluon, an importer after what it imports.
 FORWARD = (
-    "versions", "channel", "tiles", "softmax", "producer", "sm90_step", "sm90_results", "sm90_chain", "sm90_forward",
+    "versions", "channel", "tiles", "held", "softmax", "producer", "sm90_step", "sm90_results", "sm90_chain",
+    "sm90_forward",
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------- threads, one at a time
@@ -315,7 +316,17 @@ def make_language() -> types.ModuleType:
     gl = types.ModuleType("language")
     gl.constexpr = lambda x: x
     gl.tensor, gl.shared_memory_descriptor = object, Memory
-    for name in ("float32", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float8e4nv"):
+    for name in (
+        "float32",
+        "int1",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bfloat16",
+        "float16",
+        "float8e4nv",
+    ):
         setattr(gl, name, name)
     for name in (
         "BlockedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout",
@@ -429,11 +440,12 @@ def _load(pointer: Pointer, mask: Any = None, other: float | None = None) -> Any
     return Tensor(found if pointer.a.dtype.is_floating_point else found.astype(np.int64))
 
 
-def _atomic_add(pointer: Pointer, value: Any, sem: str) -> Any:
+def _atomic_add(pointer: Pointer, value: Any, sem: str, mask: Any = True) -> Any:
     M.scheduler.pause()
     if isinstance(value, Tensor):
-        at = torch.from_numpy(pointer.at.reshape(-1))
-        pointer.a.index_add_(0, at, torch.from_numpy(value.a.reshape(-1)).to(pointer.a.dtype))
+        keep = np.broadcast_to(raw(mask), pointer.at.shape)
+        at = torch.from_numpy(pointer.at[keep])
+        pointer.a.index_add_(0, at, torch.from_numpy(value.a[keep]).to(pointer.a.dtype))
         return None
     old = int(pointer.a[0])
     pointer.a[0] += value
@@ -591,6 +603,11 @@ def run(launcher: Any, x: Arrays, plan: Plan, seed: int, multiprocessors: int = 
 
 def run_backward(launcher: Any, seed: int, *args: Any) -> Any:
     """The backward by its kernels' source."""
+    return run_backward_part(launcher, "backward", seed, *args)
+
+
+def run_backward_part(launcher: Any, name: str, seed: int, *args: Any) -> Any:
+    """Likewise another function of the launcher."""
     M.scheduler = Scheduler(seed)
     launcher.launch = launch
-    return launcher.backward(*args)
+    return getattr(launcher, name)(*args)

@@ -113,6 +113,13 @@ def test_merge_and_partial_backward() -> None:
     q, k, v = GOOD.values()
     with pytest.raises(rl.InvalidInput, match=r"lse has shape \(2, 8, 4\); expected \(2, 4, 8\)"):
         rl.partial_backward(q, q, k, v, q, t(2, 8, 4))
+    lse = t(2, 4, 8)
+    with pytest.raises(rl.InvalidInput, match="into has one of dk and dv; expected both or none"):
+        rl.partial_backward(q, q, k, v, q, lse, into=(q, k, None))
+    with pytest.raises(rl.InvalidInput, match=r"into's dv has shape \(2, 8, 4, 16\); expected"):
+        rl.partial_backward(q, q, k, v, q, lse, into=(q, k, q))
+    with pytest.raises(rl.InvalidInput, match="into's dq has dtype torch.float64; expected"):
+        rl.partial_backward(q, q, k, v, q, lse, into=(q.double(), None, None))
 
 
 def test_message_shows_the_tensors() -> None:

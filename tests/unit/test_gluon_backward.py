@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import FORWARD, Deadlock, pretended, run_backward
+from unit.pretended_gluon import (
+    FORWARD,
+    Deadlock,
+    M,
+    Scheduler,
+    launch,
+    pretended,
+    run_backward,
+    run_backward_part,
+)
 from unit.test_gluon_protocol import arrays, packed
 
+import relampago as rl
+from relampago import op
+from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import attend
+from relampago.distributed import ContextParallelPlan, Simulation
 from relampago.masks.rules import Band
 from relampago.mods import register, softcap
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Saved, Wanted
+from relampago.problem import Arrays, Grads, Saved, Sums, Wanted
 
 MODULES = (
     *FORWARD, "boxes", "combine", "counter", "sizes",
@@ -163,6 +177,110 @@ def test_deterministic_to_the_bit(launcher) -> None:
     for seed in range(1, 4):
         again = check(launcher, x, KEYS["64-fused-2-met"], seed, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
+
+
+def longer(t: torch.Tensor) -> torch.Tensor:
+    """As part of a tensor that has more rows, and more columns beside these."""
+    b, n, h, d = t.shape
+    whole = torch.randn(b, n + 7, h, 2 * d + 8, generator=torch.Generator().manual_seed(9))
+    return whole[:, 3 : n + 3, :, 4 : d + 4]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["64-fused-2-met", "128-fused-2-named", "64-apart-3-met", "twins"])
+def test_added_to_what_is_there(launcher, name, deterministic) -> None:
+    """And delta is known; what lies around the three gradients stays."""
+    for case in ("causal-unaligned", "dims", "window"):
+        x = replace(arrays(CASES[case]), dtype=torch.float32)
+        saved, dout, dlse, want = given(x)
+        delta = (dout.double() * saved.out).sum(-1).transpose(1, 2) - dlse
+        nothing = torch.full_like(saved.out, torch.nan)
+        sums = Sums(*(longer(t) for t in (x.q, x.k, x.v)))
+        bases = [t._base.clone() for t in sums]
+        saved = Saved(nothing, saved.lse, delta.float())
+        got = run_backward(
+            launcher, 1, PLANS[name], QUERIES, replace(x, sums=sums), saved, dout, None, Wanted(), deterministic
+        )  # fmt: skip
+        for total, grad, base, expected in zip(sums, got[:3], bases, want[:3], strict=True):
+            assert grad is total
+            changed = base.clone().as_strided(total.shape, total.stride(), total.storage_offset())
+            torch.testing.assert_close(
+                total.double(), changed + expected, atol=1e-5, rtol=1e-4, msg=name
+            )
+            total.copy_(changed)
+            assert torch.equal(total._base, base)
+
+
+@pytest.mark.parametrize("name", ["64-fused-2-met", "64-fused-3-named"])
+@pytest.mark.parametrize("case", ["causal", "dims", "group", "negative-scale"])
+def test_rows_that_are_held_over_shards(launcher, case, name) -> None:
+    """All rows meet some keys, those from 128 on others: dQ is read once, at the end, dK and dV are each shard's."""
+    x = arrays({**CASES[case], "lq": 300, "lk": 260, "b": 2})
+    saved, dout, dlse, want = given(replace(x, dtype=torch.float32))
+    plan, cut = PLANS[name], 128
+    held = run_backward_part(launcher, "hold", 2, plan, x, saved, dout, dlse)
+    found = [torch.zeros(t.shape) for t in (x.k, x.v)]
+    for at, (first, start, stop) in enumerate(((0, 0, 100), (0, 100, 260), (cut, 0, 100))):
+        band = x.band
+        if at == 0:  # rows before the cut here, the others in the third call
+            q, d = x.q[:, :cut], dout[:, :cut]
+            part = held.part(0, cut)
+        else:
+            q, d, part = x.q[:, first:], dout[:, first:], held.part(first, 300)
+        sums = Sums(part.dq, *(t[:, start:stop] for t in found))
+        shard = replace(
+            x, q=q, k=x.k[:, start:stop], v=x.v[:, start:stop], len_q=q.shape[1], len_k=stop - start,
+            band=band._replace(offset=band.offset + first - start), dtype=torch.float32, sums=sums,
+        )  # fmt: skip
+        rows = Saved(d, part.lse, part.delta)
+        got = run_backward(launcher, at, plan, QUERIES, shard, rows, d, None, Wanted(), False)
+        assert all(a is b for a, b in zip(got[:3], sums, strict=True))
+    dq = run_backward_part(launcher, "release", 2, plan, x, held)
+    assert dq.dtype == x.q.dtype
+    for one, other, near in (
+        (dq, want.q, 2e-2),
+        (found[0], want.k, 1e-5),
+        (found[1], want.v, 1e-5),
+    ):
+        torch.testing.assert_close(
+            one.double(), other, atol=near, rtol=1e-2 if near > 1e-3 else 1e-4
+        )
+
+
+@pytest.mark.parametrize("length", [512, 300])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_ring_holds_its_rows(launcher, monkeypatch, length, deterministic) -> None:
+    """Zigzag over two ranks, whose later half of rows meets the other's keys; 300 tokens cut it where no block begins."""
+    choose, gluon = op._decide, GluonSm90()
+    launched = []
+
+    def decide(p, *forced):
+        mine = p.direction == "backward" and p.dtype == "bf16"
+        return (gluon, gluon.plan(p)) if mine else choose(p, *forced)
+
+    def count(kernel, *args):
+        launched.append(kernel.__name__)
+        launch(kernel, *args)
+
+    monkeypatch.setattr(op, "_decide", decide)
+    M.scheduler, launcher.launch = Scheduler(3), count
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, length, h, 16, generator=g).bfloat16() for h in (2, 1, 1))
+    given = [t.requires_grad_() for t in (q, k, v)]
+    run = Simulation(ContextParallelPlan(2, length, strategy="ring"))
+    out = run.attention(*given, causal=True, deterministic=deterministic)
+    dout = torch.randn(out.shape, generator=g).bfloat16()
+    got = torch.autograd.grad(out, given, dout)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    want = torch.autograd.grad(rl.attention(*wide, causal=True), wide, dout.double())
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-2, rtol=1e-2)
+    each = Counter(launched)
+    assert each["by_keys"] == 4  # a launch for each rank's step
+    assert each["by_queries"] == (4 if deterministic else 0)
+    whole = not deterministic and length == 512
+    assert each["prepare"] == (2 if whole else 4 if deterministic else 3)
+    assert each["convert"] == (0 if deterministic else 2 if whole else 3)
 
 
 def test_without_keys_only_lse_depends_on_a_sink(launcher) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import FORWARD, Deadlock, pretended, run
+from unit.pretended_gluon import FORWARD, Deadlock, launch, pretended, run
 
 from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend
@@ -31,7 +31,11 @@ INF = float("inf")
 def launcher():
     """relampago.backends.gluon.launch, on the pretended Gluon."""
     modules = pretended()
-    ours = [f"relampago.backends.gluon.{name}" for name in (*FORWARD, "combine", "boxes", "launch")]
+    names = (
+        *FORWARD, "combine", "boxes", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins",
+        "sm90_queries", "backward_launch", "held_launch", "launch",
+    )  # fmt: skip
+    ours = [f"relampago.backends.gluon.{name}" for name in names]
     before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
     sys.modules.update(modules)
     try:
@@ -299,7 +303,9 @@ def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     assert schedule.turned(0, 10, 3, schedule.TURN) == 0
 
 
-@pytest.mark.parametrize("name", ["causal-blind-rows", "dims-both-in-two", "heads-packed", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["causal-blind-rows", "causal-unaligned", "dims-both-in-two", "heads-packed", "sinks"]
+)
 def test_partial_results_in_fp32_and_folded(launcher, name) -> None:
     """A shard's result keeps fp32, and goes into rows of a longer one without touching its neighbours."""
     x = replace(arrays({**CASES, **MORE}[name]), dtype=torch.float32)
@@ -322,6 +328,39 @@ def test_partial_results_in_fp32_and_folded(launcher, name) -> None:
     assert (longer[:, :3] == 7).all()
     assert (longer[:, n + 3 :] == 7).all()
     assert (longer_lse[:, :, n + 3 :] == 7).all()
+
+
+HOLDING = {
+    "128": PLANS["dynamic-128x128-2-turns"],
+    "192": PLANS["static-192x128-4-free"],
+    "lazy": Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1),
+}
+
+
+@pytest.mark.parametrize("plan", HOLDING.values(), ids=HOLDING)
+@pytest.mark.parametrize("name", ["causal-unaligned", "causal-blind-rows", "ragged", "sinks"])
+def test_rows_that_are_held_over_shards(launcher, name, plan) -> None:
+    """Out lies as the threads hold it; the first shard is written there, others are folded in, some rows of it too."""
+    x = replace(arrays({**CASES, **MORE}[name]), dtype=torch.float32)
+    want = run(launcher, x, plan, 0)
+    b, length, h, _ = x.q.shape
+    held_launch = importlib.import_module("relampago.backends.gluon.held_launch")
+    held = held_launch.hold_out(x, 0)
+    for t in held[:2]:
+        t.fill_(torch.nan)
+    cut = x.len_k // 2
+    for at, (first, start, stop) in enumerate(((0, cut, x.len_k), (64, 0, cut), (0, 0, cut))):
+        last = 64 if at == 2 else length
+        part = replace(
+            x, q=x.q[:, first:last], k=x.k[:, start:stop], v=x.v[:, start:stop], len_q=last - first,
+            len_k=stop - start, band=x.band._replace(offset=x.band.offset + first - start),
+            into=held.part(first, last), anew=at == 0, sinks=x.sinks if at == 0 else None,
+        )  # fmt: skip
+        assert run(launcher, part, plan, at)[0] is part.into[0]
+    held_launch.launch = launch
+    out = held_launch.release_out(x, held, torch.float32)
+    torch.testing.assert_close(out, want[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(held.lse[..., :length], want[1], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["full", "causal-blind-rows", "softcap", "dims-in-two"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import relampago as rl
 from relampago.plan import Plan
+from relampago.shards import Rows, delta_of
 
 BACKENDS = ("cpu", "reference")
 lengths = st.integers(1, 90)
@@ -117,6 +118,41 @@ def test_partial_backward_sums_to_the_whole(backend) -> None:
             dvs.append(shard[2])
     for a, b in zip(want, (dq, torch.cat(dks, 1), torch.cat(dvs, 1)), strict=True):
         near(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("known", [False, True])
+def test_gradients_of_shards_add_up_in_place(backend, known) -> None:
+    """In rows of longer tensors, by `into` and by `Rows`, whose delta is given or found; some rows by some shards."""
+    q, k, v = (t.requires_grad_() for t in make(37, 64))
+    out, lse = rl.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    want = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    q, k, v, out, lse = (t.detach() for t in (q, k, v, out, lse))
+    longer = [t.new_full((t.shape[0], 80, *t.shape[2:]), 7.0) for t in (q, k, v)]
+    dq, dk, dv = (t[:, 5 : 5 + n].zero_() for t, n in zip(longer, (37, 64, 64), strict=True))
+    more = {"delta": delta_of(out, dout, dlse, lse.dtype)} if known else {"dlse": dlse}
+    rows = Rows(dout, q, k, v, out, lse, backend=backend, **more)
+    for start, end, first in ((0, 30, 0), (30, 40, 0), (40, 64, 11)):
+        keys, at = (k[:, start:end], v[:, start:end]), {"causal": True}
+        into = dq, dk[:, start:end], dv[:, start:end]
+        at["offset"] = 64 - 37 - start
+        found = rl.partial_backward(
+            dout, q, *keys, out, lse, dlse=dlse, into=into, backend=backend, **at
+        )
+        assert all(a is b for a, b in zip(found, into, strict=True))
+        only = rl.partial_backward(
+            dout, q, *keys, out, lse, dlse=dlse, into=(torch.zeros_like(dq), None, None), backend=backend, **at,
+        )  # fmt: skip
+        near(only[1], into[1])
+        at["offset"] += first
+        near(rows.add(slice(first, 37), *keys, **at)[1], into[2])
+    for a, b in zip(want, (dq, dk, dv), strict=True):
+        near(a, b)
+    near(rows.finish(), want[0])
+    for t, n in zip(longer, (37, 64, 64), strict=True):
+        assert (t[:, :5] == 7).all()
+        assert (t[:, n + 5 :] == 7).all()
 
 
 def test_partial_of_low_precision_is_fp32() -> None:

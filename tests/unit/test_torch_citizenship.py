@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import relampago as rl
 from relampago.api import Options, prepare
 from relampago.cases import CONTRACT, find
-from relampago.op import accumulate_op, backward_op, forward_op
+from relampago.op import accumulate_backward_op, accumulate_op, backward_op, forward_op
 from relampago.plan import Plan
 
 
@@ -60,7 +60,17 @@ def test_opcheck(name) -> None:
 def test_opcheck_of_folding_into_a_result() -> None:
     call = prepare(*make(), Options(causal=True), shard=True)
     out, lse = forward_op(*call)
-    torch.library.opcheck(accumulate_op, (out, lse, *call))
+    torch.library.opcheck(accumulate_op, (out, lse, False, *call))
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_opcheck_of_adding_to_gradients(keys) -> None:
+    call = prepare(*make(), Options(causal=True), shard=True)
+    out, lse = forward_op(*call)
+    sums = [torch.zeros_like(t) for t in call[:3]]
+    dkv = sums[1:] if keys else []
+    args = (sums[0], dkv, torch.ones_like(out), out, lse, None, None, *call)
+    torch.library.opcheck(accumulate_backward_op, args)
 
 
 def test_gradcheck_with_lse_bias_and_sinks() -> None:

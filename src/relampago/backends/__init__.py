@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from relampago.backends.cpu import Cpu
@@ -14,6 +15,8 @@ from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
     Grads,
+    Held,
+    HeldOut,
     Moving,
     Problem,
     RowStatistics,
@@ -39,7 +42,8 @@ class Backend(Protocol):
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         """Out, in x.out_dtype or a wider one, and LSE (B, H, Lq) or (H, total).
 
-        A backend that can may instead fold both into x.into, where given, and return that.
+        A backend that can may instead fold both into x.into, where given, and return that; or write them there if
+        x.anew.
         """
         ...
 
@@ -53,7 +57,38 @@ class Backend(Protocol):
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Grads:
-        """The gradients of whatever forward gave that out and LSE."""
+        """The gradients of whatever forward gave that out and LSE.
+
+        A backend that can may instead add to those of x.sums, where given, and return them.
+        """
+        ...
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """What a backend may offer besides: to hold rows over several shards of the keys, in an order of its own."""
+
+    def hold_out(self, p: Problem, plan: Plan, x: Arrays) -> HeldOut | None:
+        """Room for out and LSE, to be given as x.into, the first time with x.anew; None if it folds otherwise.
+
+        Keys and mask of x are those of no shard in particular.
+        """
+        ...
+
+    def release_out(
+        self, p: Problem, plan: Plan, x: Arrays, held: HeldOut, dtype: torch.dtype
+    ) -> Tensor:
+        """Out (B, L, H, E) in a dtype."""
+        ...
+
+    def hold(
+        self, p: Problem, plan: Plan, x: Arrays, saved: Saved, dout: Tensor, dlse: Tensor | None
+    ) -> Held | None:
+        """Rows with a dQ of 0, for the backward to take as x.sums.q, saved.lse and saved.delta; None if it adds otherwise."""
+        ...
+
+    def release(self, p: Problem, plan: Plan, x: Arrays, held: Held) -> Tensor:
+        """dQ in x.q's dtype."""
         ...
 
 

@@ -81,15 +81,13 @@ class Reference:
             one = Sequence(x, b, dtype)
             lse = saved.lse[b] if x.cu_q is None else saved.lse[:, rows]
             dl = None if dlse is None else dlse[b] if x.cu_q is None else dlse[:, rows]
-            dq[rows], dk[keys], dv[keys] = one.differentiate(
-                _heads_first(dout[rows]).to(dtype),
-                _heads_first(saved.out[rows]).to(dtype),
-                lse,
-                dl,
-                dbias,
-                dsinks,
-                dargs,
-            )
+            do = _heads_first(dout[rows]).to(dtype)
+            if saved.delta is not None:
+                delta = saved.delta[b].to(dtype)[..., None]
+            else:
+                delta = (do * _heads_first(saved.out[rows]).to(dtype)).sum(-1, keepdim=True)
+                delta = delta if dl is None else delta - dl.to(dtype)[..., None]
+            dq[rows], dk[keys], dv[keys] = one.differentiate(do, delta, lse, dbias, dsinks, dargs)
         return Grads(dq, dk, dv, dbias, dsinks, dargs)
 
     def tangent(
@@ -324,20 +322,19 @@ class Sequence:
     def differentiate(
         self,
         dout: Tensor,
-        out: Tensor,
+        delta: Tensor,
         lse: Tensor,
-        dlse: Tensor | None,
         dbias: Tensor | None,
         dsinks: Tensor | None,
         dargs: tuple[Tensor | None, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias, dsinks, dargs, returns dq, dk, dv."""
+        """FA2 (arXiv 2307.08691) section 2.3.2 without tiles; adds to dbias, dsinks, dargs, returns dq, dk, dv.
+
+        delta (H, L, 1) is rowsum(dout · out) - dlse.
+        """
         steps = self.scores()
         p = self.shares(steps[-1], lse)
         keep = self.kept(p)
-        delta = (dout * out).sum(-1, keepdim=True)
-        if dlse is not None:
-            delta = delta - dlse.to(self.dtype)[..., None]
         dv = (p * keep).transpose(-1, -2) @ dout
         ds = p * ((dout @ self.v.transpose(-1, -2)) * keep - delta)
         if dbias is not None:

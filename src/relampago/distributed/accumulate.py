@@ -1,4 +1,4 @@
-"""Sums of partial results, in fp32 (or fp64): what `partial` folds into, and what gradients need of the whole."""
+"""Partial results put together, in fp32 (or fp64), and what gradients need of the whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from relampago.problem import accumulate_dtype
+from relampago.shards import with_sinks
 
 
 class Output:
@@ -18,15 +19,6 @@ class Output:
         self.like = q
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
-
-    def into(self, rows: slice) -> tuple[Tensor, Tensor] | None:
-        """The running (out, lse) of some rows, for `partial` to fold into; None where `start` is due, with all rows."""
-        if self.out is None and rows == slice(0, self.shape[1]):
-            return None
-        self._need()
-        assert self.out is not None
-        assert self.lse is not None
-        return self.out[:, rows], self.lse[:, :, rows]
 
     def start(self, out: Tensor, lse: Tensor) -> None:
         """Take over what all rows got from the first keys."""
@@ -42,16 +34,11 @@ class Output:
         self.lse[:, heads, rows] = lse
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(out, lse), the sinks taken in: one more score per row, without a value."""
+        """(out, lse), the sinks taken in."""
         self._need()
         assert self.out is not None
         assert self.lse is not None
-        out, lse = self.out, self.lse
-        if sinks is not None:
-            whole = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            out.mul_((lse - whole).exp().transpose(1, 2)[..., None])
-            lse = whole
-        return out.to(dtype), lse
+        return with_sinks(self.out, self.lse, sinks, dtype)
 
     def _need(self) -> None:
         if self.out is None:
@@ -65,9 +52,3 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """(H,): this rank's rows' share. A sink's weight is exp(sink - lse), and what it takes away is delta."""
     weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """rowsum(dout · out) - dlse, (B, H, L): all that a backward needs of out, once and not at each step."""
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse).contiguous()

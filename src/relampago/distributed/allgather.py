@@ -12,7 +12,6 @@ import functools
 import torch
 from torch import Tensor
 
-from relampago.api import partial, partial_backward
 from relampago.distributed.accumulate import Output
 from relampago.distributed.exchange import Scores, Whole, pack
 from relampago.distributed.layouts import Layout
@@ -20,6 +19,7 @@ from relampago.distributed.pieces import Piece, cut
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Pending, Program, Shape, Transport
 from relampago.problem import accumulate_dtype
+from relampago.shards import partial
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,12 +118,12 @@ def backward(
     heads: int,
     step: str,
 ) -> Program:
-    """Returns (dq, dk, dv) in fp32. Keys are gathered again: saving them would cost P times the memory."""
+    """Returns (dq, dk, dv): dq in q's dtype, the others in fp32. Keys are gathered again: saving them would cost P times the memory."""
     q, k, v = x.q, x.k, x.v
     dim, group, wide = q.shape[-1], q.shape[2] // k.shape[2], accumulate_dtype(q.dtype)
     pieces = pieces_of(layout, members, link.rank, sight)
     where = places_of(layout, members, q.device)
-    dq = torch.zeros_like(q, dtype=wide)
+    dq = torch.empty_like(q)
     dkv = q.new_empty((*k.shape[:3], dim + v.shape[-1]), dtype=wide)
     stream = Stream(layout, members, link, k, v, heads, step)
     homeward: list[tuple[slice, Pending]] = []
@@ -131,14 +131,14 @@ def backward(
         kv = yield from stream.take(number)
         into = torch.zeros_like(kv, dtype=wide)
         of = slice(part.start * group, part.stop * group)
+        rows = x.rows(scores, kv[..., :dim], kv[..., dim:], of)
         for piece in pieces:
-            rows, keys = piece.rows, kv[:, piece.keys]
-            some = partial_backward(
-                **x.part(rows, of, keys), **piece.options(q.device), **scores._asdict()
-            )
-            dq[:, rows, of] += some[0]
-            into[:, piece.keys, :, :dim] += some[1]
-            into[:, piece.keys, :, dim:] += some[2]
+            keys, target = kv[:, piece.keys], into[:, piece.keys]
+            rows.add(
+                piece.rows, keys[..., :dim], keys[..., dim:],
+                into=(target[..., :dim], target[..., dim:]), **piece.options(q.device),
+            )  # fmt: skip
+        dq[:, :, of] = rows.finish()
         shares = [into.index_select(1, at) for at in where]
         mine = Shape(tuple(shares[link.rank].shape), wide)
         name = f"{step}, gradients of heads {part.start}"

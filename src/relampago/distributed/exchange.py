@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relampago.api import partial, partial_backward
-from relampago.distributed.accumulate import Output
-from relampago.distributed.schedule import Message, Schedule
+from relampago.distributed.schedule import Message, Schedule, Span, Work
 from relampago.distributed.transport import Program, Shape, Transport
 from relampago.problem import accumulate_dtype
+from relampago.shards import Merged, Rows
 
 
 class Scores(NamedTuple):
@@ -28,33 +27,25 @@ class Scores(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What a backward takes: this rank's tensors, with the whole attention's LSE and delta (B, H, L)."""
+    """What a backward takes: this rank's tensors, with the whole attention's results and their gradients."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+    out: Tensor  # not read where delta is known
     lse: Tensor
-    delta: Tensor
+    dlse: Tensor | None  # likewise
+    delta: Tensor | None  # (B, H, L)
 
-    def part(self, rows: slice, heads: slice, keys: Tensor) -> dict[str, Tensor]:
-        """The arguments of `partial_backward` for some rows and heads against keys beside values.
-
-        delta goes in as -dlse, beside an out of zeros that takes no memory: so out is read once, not at every step.
-        """
-        dim = self.q.shape[-1]
-        return {
-            "dout": self.dout[:, rows, heads],
-            "q": self.q[:, rows, heads],
-            "k": keys[..., :dim],
-            "v": keys[..., dim:],
-            "out": self.dout.new_zeros(()).expand(self.dout.shape)[:, rows, heads],
-            "lse": self.lse[:, heads, rows],
-            "dlse": -self.delta[:, heads, rows],
-        }
-
-
-EVERY = slice(None)
+    def rows(self, scores: Scores, k: Tensor, v: Tensor, heads: slice | None = None) -> Rows:
+        """The rows of these heads, for shards whose keys and values are like k and v."""
+        of = heads or slice(None)
+        dlse, delta = (None if t is None else t[:, of] for t in (self.dlse, self.delta))
+        return Rows(
+            self.dout[:, :, of], self.q[:, :, of], k, v, self.out[:, :, of], self.lse[:, of],
+            dlse=dlse, delta=delta, **scores._asdict(),
+        )  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -68,6 +59,26 @@ class Block(NamedTuple):
         return self.kv[:, start - self.start : stop - self.start]
 
 
+class Share(NamedTuple):
+    """Gradients of keys [start, start + n) of some rank's block: dk (B, n, G, D) and dv (B, n, G, E)."""
+
+    start: int
+    dk: Tensor
+    dv: Tensor
+
+    def add_to(self, block: Block) -> None:
+        """Add to a block that holds these keys."""
+        target, dim = block.take(self.start, self.start + self.dk.shape[1]), self.dk.shape[-1]
+        target[..., :dim] += self.dk
+        target[..., dim:] += self.dv
+
+    def take_from(self, block: Block) -> None:
+        """Add what a block holds, all of whose keys are among these."""
+        at, dim = block.start - self.start, self.dk.shape[-1]
+        self.dk[:, at : at + block.kv.shape[1]] += block.kv[..., :dim]
+        self.dv[:, at : at + block.kv.shape[1]] += block.kv[..., dim:]
+
+
 def pack(k: Tensor, v: Tensor) -> Tensor:
     """Keys beside values, as they travel."""
     return torch.cat([k, v], -1)
@@ -76,11 +87,13 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 def forward(
     schedule: Schedule, link: Transport, q: Tensor, k: Tensor, v: Tensor, scores: Scores, step: str
 ) -> Program:
-    """Returns the `Output`, before sinks."""
+    """Returns the rows' `Merged`, before sinks."""
     dim = q.shape[-1]
     held = {schedule.rank: Block(0, pack(k, v))}
-    total = Output(q, v.shape[-1])
-    for number, slot in enumerate(schedule.forward_slots):
+    slots = schedule.forward_slots
+    every = [piece.rows for slot in slots for work in slot.work for piece in work.pieces]
+    total = Merged(q, k, v, every, **scores._asdict())
+    for number, slot in enumerate(slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
         receives = [(m.peer, _shape(held[schedule.rank].kv, m)) for m in slot.receives]
         pending = _post(link, sends, receives, q, f"{step}, step {number}")
@@ -88,13 +101,7 @@ def forward(
             block = held[work.owner]
             for piece in work.pieces:
                 keys = block.take(piece.keys.start, piece.keys.stop)
-                into = total.into(piece.rows)
-                part = partial(
-                    q[:, piece.rows], keys[..., :dim], keys[..., dim:], into=into,
-                    **piece.options(q.device), **scores._asdict(),
-                )  # fmt: skip
-                if into is None:
-                    total.start(*part)
+                total.add(piece.rows, keys[..., :dim], keys[..., dim:], **piece.options(q.device))
         if pending is not None:
             arrived = yield pending
             held.update(_blocks(slot.receives, arrived))
@@ -103,42 +110,74 @@ def forward(
 
 
 def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step: str) -> Program:
-    """Returns (dq, dk, dv) in fp32."""
-    q, dim, rank = x.q, x.q.shape[-1], schedule.rank
+    """Returns (dq, dk, dv): dq in q's dtype, the others in fp32."""
+    q, rank = x.q, schedule.rank
     wide = accumulate_dtype(q.dtype)
     held = {rank: Block(0, pack(x.k, x.v))}
-    grads: dict[int, Block] = {}
-    dq = torch.zeros_like(q, dtype=wide)
+    grads: dict[int, Block] = {}  # of other ranks' keys
+    rows, own = x.rows(scores, x.k, x.v), None
     for number, slot in enumerate(schedule.slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
         sends += [(m.peer, grads.pop(m.owner).take(m.start, m.stop)) for m in slot.grad_sends]
         receives = [(m.peer, _shape(held[rank].kv, m)) for m in slot.receives]
         receives += [(m.peer, _shape(held[rank].kv, m, wide)) for m in slot.grad_receives]
         pending = _post(link, sends, receives, q, f"{step}, step {number}")
-        for work in slot.work:
-            block = held[work.owner]
-            shape = _shape(block.kv, Message(work.owner, *work.grads, rank))
-            into = Block(work.grads[0], block.kv.new_zeros(shape.shape, dtype=wide))
-            grads[work.owner] = into
-            for piece in work.pieces:
-                rows, keys = piece.rows, block.take(piece.keys.start, piece.keys.stop)
-                part = partial_backward(
-                    **x.part(rows, EVERY, keys), **piece.options(q.device), **scores._asdict()
-                )
-                dq[:, rows] += part[0]
-                target = into.take(piece.keys.start, piece.keys.stop)
-                target[..., :dim] += part[1]
-                target[..., dim:] += part[2]
+        shares = {w.owner: _share(w, held[w.owner], x, rows, w.owner == rank) for w in slot.work}
+        own = shares.pop(rank, own)
+        arrived: list[Tensor] = []
         if pending is not None:
             arrived = yield pending
             held.update(_blocks(slot.receives, arrived[: len(slot.receives)]))
-            for message, tensor in zip(
-                slot.grad_receives, arrived[len(slot.receives) :], strict=True
-            ):
-                grads[message.owner].take(message.start, message.stop).add_(tensor)
+        came = zip(slot.grad_receives, arrived[len(slot.receives) :], strict=True)
+        for message, tensor in came:
+            block = Block(message.start, tensor)
+            if message.owner == rank:
+                assert own is not None
+                own.take_from(block)
+            else:
+                grads[message.owner] = block
+        for work in slot.work:
+            if work.owner != rank:
+                grads[work.owner] = _joined(work.grads, shares[work.owner], grads.get(work.owner))
         _forget(schedule, held, number)
-    own = grads[rank].kv
-    return dq, own[..., :dim], own[..., dim:]
+    assert own is not None
+    return rows.finish(), own.dk, own.dv
+
+
+def _share(work: Work, block: Block, x: Whole, rows: Rows, whole: bool) -> Share:
+    """This rank's part of a block's gradients, of at least the keys it sees; of all in `work.grads` if `whole`."""
+    dim, (start, stop) = x.q.shape[-1], work.grads
+    single = len(work.pieces) == 1 and (work.pieces[0].keys == slice(start, stop) or not whole)
+    if single:  # kernels store what they would add to zeros
+        (piece,) = work.pieces
+        keys = block.take(piece.keys.start, piece.keys.stop)
+        shard = rows.add(piece.rows, keys[..., :dim], keys[..., dim:], **piece.options(x.q.device))
+        return Share(piece.keys.start, *shard)
+    wide, shape = accumulate_dtype(x.q.dtype), (x.k.shape[0], stop - start, x.k.shape[2])
+    dk, dv = (x.q.new_zeros((*shape, n), dtype=wide) for n in (dim, x.v.shape[-1]))
+    for piece in work.pieces:
+        keys = block.take(piece.keys.start, piece.keys.stop)
+        at = slice(piece.keys.start - start, piece.keys.stop - start)
+        rows.add(
+            piece.rows, keys[..., :dim], keys[..., dim:], into=(dk[:, at], dv[:, at]),
+            **piece.options(x.q.device),
+        )  # fmt: skip
+    return Share(start, dk, dv)
+
+
+def _joined(span: Span, share: Share, came: Block | None) -> Block:
+    """A block's gradients over a span of its keys: what came from the ranks before, and this one's part."""
+    start, stop = span
+    if came is None and share.start == start and share.dk.shape[1] == stop - start:
+        return Block(start, pack(share.dk, share.dv))
+    if came is None or came.start != start or came.kv.shape[1] != stop - start:
+        before = came
+        batch, _, heads, dim = share.dk.shape
+        came = Block(start, share.dk.new_zeros(batch, stop - start, heads, dim + share.dv.shape[3]))
+        if before is not None:
+            came.take(before.start, before.start + before.kv.shape[1]).copy_(before.kv)
+    share.add_to(came)
+    return came
 
 
 def _post(link: Transport, sends, receives, like: Tensor, step: str):

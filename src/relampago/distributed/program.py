@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from relampago.distributed import allgather, exchange
-from relampago.distributed.accumulate import Output, delta_of, sinks_gradient
+from relampago.distributed.accumulate import Output, sinks_gradient
 from relampago.distributed.exchange import Scores, Whole
 from relampago.distributed.heads import Exchange, Split
 from relampago.distributed.layouts import Layout
 from relampago.distributed.schedule import build
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Links, Program
+from relampago.shards import Merged, delta_of
 
 Context = Literal["ring", "halo", "allgather"]
 
@@ -53,7 +54,7 @@ def forward(
     step = f"{name_of(course)} forward"
     outer = _outer(course, links, q.device, step)
     if outer is None:
-        total: Output = yield from _inner(course, links, q, k, v, step)
+        total: Output | Merged = yield from _inner(course, links, q, k, v, step)
         out, lse = total.finish(sinks, q.dtype)
         return out, lse, Saved(q.new_empty(0), lse.new_empty(0))
     joint = yield from outer.scatter("q, k, v", ("q", q), ("kv", k), ("kv", v))
@@ -84,26 +85,29 @@ def backward(
     """Returns (dq, dk, dv, dsinks) in the inputs' dtypes; dsinks is this rank's share of a sum over ranks."""
     step = f"{name_of(course)} backward"
     q, k, v, sinks, out, lse, saved = had
-    delta = delta_of(out, dout, dlse, lse.dtype)
     outer = _outer(course, links, q.device, step)
     if outer is None:
-        x = Whole(q, k, v, dout, lse, delta)
+        delta = None if sinks is None else delta_of(out, dout, dlse, lse.dtype)
+        x = Whole(q, k, v, dout, out, lse, dlse, delta)
         dq, dk, dv = yield from _inner_backward(course, links, x, step)
-        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        dsinks = None
+        if sinks is not None and delta is not None:
+            dsinks = sinks_gradient(sinks, lse, delta)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+    delta = delta_of(out, dout, dlse, lse.dtype)
     inner_q, inner_k, inner_v = outer.parts(saved.joint, *_widths(q, k, v))
     dout = yield from outer.scatter("dout", ("q", dout))
     (dout,) = outer.parts(dout, ("q", v.shape[-1]))
     rows = yield from outer.scatter("delta", ("q", delta.transpose(1, 2)[..., None]))
     delta = rows.transpose(1, 2).contiguous()
-    x = Whole(inner_q, inner_k, inner_v, dout, saved.lse, delta)
+    x = Whole(inner_q, inner_k, inner_v, dout, dout, saved.lse, None, delta)
     dq, dk, dv = yield from _inner_backward(course, links, x, step)
     dsinks = None
     if sinks is not None:
         own = outer.split.queries(outer.link.rank)
         dsinks = torch.zeros_like(sinks)
         dsinks[own] = sinks_gradient(sinks[own], saved.lse, delta)
-    dq = yield from outer.gather("dq", "q", dq.to(q.dtype))
+    dq = yield from outer.gather("dq", "q", dq)
     dkv = torch.cat([dk, dv], -1)
     dkv = dkv if outer.split.shared else dkv.to(k.dtype)  # nothing left to sum: round here
     dkv = yield from outer.gather("dk, dv", "kv", dkv)

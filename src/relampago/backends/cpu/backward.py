@@ -149,11 +149,12 @@ def tile_gradients(
     slab = tile.slab
     q = tile.queries()  # [g, l·R, D]
     do = tile.pack(slab.queries_of(dout))  # [g, l·R, E]
-    out = tile.pack(slab.queries_of(saved.out))
     lse = tile.pack_lse(slab.lse_of(saved.lse), -math.inf)  # [g, l·R, 1]
-    delta = (do * out).sum(-1, keepdim=True)  # line 4
-    if dlse is not None:
-        delta = delta - tile.pack_lse(slab.lse_of(dlse))
+    if saved.delta is not None:
+        delta = tile.pack_lse(slab.lse_of(saved.delta))
+    else:  # line 4
+        delta = (do * tile.pack(slab.queries_of(saved.out))).sum(-1, keepdim=True)
+        delta = delta if dlse is None else delta - tile.pack_lse(slab.lse_of(dlse))
     shift = torch.where(lse == -math.inf, math.inf, lse) * (LOG2E if slab.base2 else 1.0)
     normaliser = renormalised(tile, plan, q, shift)
     # Products that only add up may take bf16 operands, at twice the rate: q, k and dO are bf16 already.

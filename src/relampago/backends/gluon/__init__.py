@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from relampago.problem import (
     FP8_PRODUCTS,
     Arrays,
     Grads,
+    Held,
+    HeldOut,
     Layout,
     Problem,
     Saved,
@@ -41,6 +44,7 @@ KNOWS = frozenset(
 OLDEST = (3, 6)
 SOFTCAP = softcap(1.0).fn
 FEW = 8  # rows of all heads of a group
+HELD = 64  # rows of a block whose dQ is held over several shards
 
 
 @functools.lru_cache(maxsize=1)
@@ -101,8 +105,48 @@ class GluonSm90:
         from relampago.backends.gluon.backward_launch import backward
 
         by_query = first_match((p.device.arch, "sm90"), "gluon_sm90.backward_dq", p)
+        if x.sums is not None and x.sums.q.dim() != x.q.dim():  # held for blocks of 64 rows
+            plan = self._holding(p, plan) or plan
         with _on(x.q.device):
             return backward(plan, by_query, x, saved, dout, dlse, wanted, p.deterministic)
+
+    def hold_out(self, p: Problem, plan: Plan, x: Arrays) -> HeldOut | None:
+        if p.fp8 or 0 in (*x.q.shape, x.k.shape[1]):
+            return None
+        from relampago.backends.gluon.held_launch import hold_out
+
+        return hold_out(x, p.device.multiprocessors)
+
+    def release_out(
+        self, p: Problem, plan: Plan, x: Arrays, held: HeldOut, dtype: torch.dtype
+    ) -> Tensor:
+        from relampago.backends.gluon.held_launch import release_out
+
+        with _on(x.q.device):
+            return release_out(x, held, dtype)
+
+    def hold(
+        self, p: Problem, plan: Plan, x: Arrays, saved: Saved, dout: Tensor, dlse: Tensor | None
+    ) -> Held | None:
+        from relampago.backends.gluon.backward_launch import hold
+
+        chosen = self._holding(p, plan)
+        if chosen is None or 0 in (*x.q.shape, x.k.shape[1]):
+            return None
+        with _on(x.q.device):
+            return hold(chosen, x, saved, dout, dlse)
+
+    def release(self, p: Problem, plan: Plan, x: Arrays, held: Held) -> Tensor:
+        from relampago.backends.gluon.backward_launch import release
+
+        with _on(x.q.device):
+            return release(self._holding(p, plan) or plan, x, held)
+
+    def _holding(self, p: Problem, plan: Plan) -> Plan | None:
+        """The plan of shards whose rows are held: the order of sums goes with blocks of 64 rows. None if dQ has a kernel."""
+        if p.deterministic or not plan.fused:
+            return None
+        return plan if plan.block_q == HELD else self.plan(replace(p, right=False))
 
     def _refuse_parts(self, p: Problem) -> str | None:
         """What it knows in part only."""

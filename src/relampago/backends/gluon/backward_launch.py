@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from relampago.backends.gluon.sm90_rows import convert, prepare
 from relampago.backends.gluon.sm90_tables import bound, reach
 from relampago.backends.gluon.sm90_twins import by_products
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Saved, Wanted
+from relampago.problem import Arrays, Grads, Held, Saved, Wanted
 
 REGISTERS = (240, 24)  # of a thread: two consumers' and the producer's
 PLAIN = Plan(block_q=64, block_k=64, warps=4, stages=1)  # of the kernels before and after
@@ -51,6 +52,22 @@ class Extra(NamedTuple):
     row_end: Tensor | None = None
     bounds: Tensor | None = None  # of runs, and the rows that keys are seen by: `sm90_tables`
     reached: Tensor | None = None
+
+
+class Wide(NamedTuple):
+    """A gradient that is written in fp32 without TMA; without a base, by TMA in the inputs' dtype."""
+
+    base: Tensor | None = None
+    b: int | None = None  # elements from one to the next: sequence, row, head
+    l: int | None = None
+    h: int | None = None
+    adds: int | None = None  # 1: added to what stands there
+    whole: int | None = None  # 1: rows have as many columns as a tile
+
+    @classmethod
+    def of(cls, t: Tensor, width: int, adds: bool) -> Wide:
+        """A tensor shaped like the inputs, in tiles of a width."""
+        return cls(t, *_strides(t), 1 if adds else None, 1 if t.shape[-1] == width else None)
 
 
 class Work(NamedTuple):
@@ -84,26 +101,69 @@ def backward(
     """The gradients by `wanted`, in the inputs' dtype or fp32 if `x.dtype` is; plan is of the kernel over keys."""
     if 0 in (*x.q.shape[:-1], x.len_q, x.batch, x.k.shape[-3]):
         return _nothing(x, saved, dlse)
+    if is_held(x):
+        return _of_held(plan, x, saved, dout)
     fused = bool(plan.fused) and not deterministic
     work = work_of(x, dout)
-    sums = None
-    if fused:
-        rows = work.top.shape[1]
-        sums = torch.empty(rows * work.widths[0], dtype=torch.float32, device=x.q.device)
+    sums = sums_of(work) if fused else None
     _prepare(work, plan, saved, dlse, sums)
     dq = dk = dv = None
     if wanted.k or wanted.v or fused:
         dk, dv = _by_keys(work, plan, x, sums)
     if sums is not None:
-        dq = _converted(work, plan, x, sums)
+        dq = _converted(work, plan, x, sums, None if x.sums is None else x.sums.q)
     elif wanted.q:
         dq = _by_queries(work, by_query, x)
     dsinks = None if x.sinks is None else _sink_gradient(work, x)
     return Grads(dq, dk, dv, None, dsinks)
 
 
-def work_of(x: Arrays, dout: Tensor) -> Work:
-    """Tensors that TMA can address, and the numbers of rows that `prepare` fills."""
+def is_held(x: Arrays) -> bool:
+    """Whether rows are as `hold` gives them."""
+    return x.sums is not None and x.sums.q.dim() != x.q.dim()
+
+
+def hold(plan: Plan, x: Arrays, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Held:
+    """What `prepare` fills, for all shards of the keys: numbers of rows, and sums of dQ in the order of `as_held`."""
+    work = work_of(x, dout)
+    sums = sums_of(work)
+    _prepare(work, plan, saved, dlse, sums)
+    rows = x.batch, work.size.heads, -1
+    return Held(sums.view(rows), work.top.view(rows), work.delta.view(rows), schedule.UNIT)
+
+
+def release(plan: Plan, x: Arrays, held: Held) -> Tensor:
+    """dQ in the inputs' dtype."""
+    x = replace(x, dtype=None)
+    top, delta = (t.view(1, -1) for t in (held.lse, held.delta))
+    return _converted(work_of(x, x.q, (top, delta)), plan, x, held.dq, None)
+
+
+def _of_held(plan: Plan, x: Arrays, saved: Saved, dout: Tensor) -> Grads:
+    """A shard's dK and dV, and its part of a dQ that is held: one launch."""
+    assert x.sums is not None and saved.delta is not None
+    rows = _line(saved.lse), _line(saved.delta)
+    work = work_of(x, dout, rows)
+    work = work._replace(size=work.size._replace(padded=saved.lse.stride(1)))
+    dk, dv = _by_keys(work, plan, x, x.sums.q)
+    return Grads(x.sums.q, dk, dv)
+
+
+def _line(t: Tensor) -> Tensor:
+    """Numbers of rows (B, H, n) of longer ones, as far as blocks of rows reach, as TMA sees them."""
+    batch, heads, n = t.shape
+    last = (batch * heads - 1) * t.stride(1) + -(-n // ROWS) * ROWS
+    return t.as_strided((1, last), (last, 1))
+
+
+def sums_of(work: Work) -> Tensor:
+    """Room for dQ."""
+    rows = work.top.shape[1]
+    return torch.empty(rows * work.widths[0], dtype=torch.float32, device=work.q.device)
+
+
+def work_of(x: Arrays, dout: Tensor, filled: tuple[Tensor, Tensor] | None = None) -> Work:
+    """Tensors that TMA can address, and the numbers of rows: those that `prepare` is to fill, or has filled."""
     q, scale = positive(x.q, x.scale)  # a hidden score stays -inf when it is scaled
     q, k, v = addressable(q), addressable(x.k), addressable(x.v)
     dout = addressable(dout.to(q.dtype))
@@ -115,9 +175,11 @@ def work_of(x: Arrays, dout: Tensor) -> Work:
     else:
         room = (-(-q.shape[0] // unit) + x.batch + 1) * unit
         rows = room * heads
-    top, delta = (torch.empty(1, rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    if x.sinks is not None or x.cu_q is not None:  # rows of no sequence must have no weight
-        top.fill_(float("inf"))
+    top, delta = filled or (
+        torch.empty(1, rows, dtype=torch.float32, device=q.device) for _ in range(2)
+    )
+    if filled is None and (x.sinks is not None or x.cu_q is not None):
+        top.fill_(float("inf"))  # rows of no sequence must have no weight
         delta.zero_()
     start, end, stride = tables_of(x)
     size = Size(
@@ -153,15 +215,18 @@ def _prepare(
     work: Work, plan: Plan, saved: Saved, dlse: Tensor | None, sums: Tensor | None
 ) -> None:
     width, width_v = work.widths
+    known = saved.delta
     out, dout = (t if t.stride(-1) == 1 else t.contiguous() for t in (saved.out, work.dout))
+    if known is not None:
+        out, dout, dlse, known = None, None, None, known.contiguous()
     rows = min(64, 8192 // width_v)
     tiles = -(-work.longest[0] // plan.block_q) * (plan.block_q // rows)
     batch = _batch(work)
     launch(
         prepare, tiles * work.size.heads * batch, PLAIN, out, dout, saved.lse.contiguous(),
-        None if dlse is None else dlse.contiguous(), work.top, work.delta, sums, _strides(out),
-        _strides(dout), *work.size._replace(tiles=tiles), *work.sides, work.extra, rows, plan.block_q,
-        width, width_v, out.shape[-1],
+        None if dlse is None else dlse.contiguous(), known, work.top, work.delta, sums,
+        _strides(work.dout if out is None else out), _strides(work.dout if dout is None else dout), *work.size._replace(tiles=tiles), *work.sides, work.extra, rows, plan.block_q,
+        width, width_v, saved.out.shape[-1],
     )  # fmt: skip
 
 
@@ -175,8 +240,9 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
     together = L2_BYTES // (rows * size.group * (width + width_v) * (2 if sums is None else 4))
     section = min(max(1, together if work.sides.right is not None else 1), batch * kv_heads)
     size = size._replace(tiles=tiles, places=batch * kv_heads, section=section)
-    dk, dk_wide, dk_desc = _result(work.k, x.k, x, ROWS, width)
-    dv, dv_wide, dv_desc = _result(work.v, x.v, x, ROWS, width_v)
+    _, into_k, into_v = x.sums or (None, None, None)
+    dk, dk_wide, dk_desc = _result(work.k, x.k, x, ROWS, width, into_k)
+    dv, dv_wide, dv_desc = _result(work.v, x.v, x, ROWS, width_v, into_v)
     boxed = functools.partial(_described, packed=work.extra.cu_q is not None)
     q, dout = boxed(work.q, plan.block_q, width), boxed(work.dout, plan.block_q, width_v)
     k, v = boxed(work.k, ROWS, width), boxed(work.v, ROWS, width_v)
@@ -199,16 +265,16 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
     return _narrowed(dk, x.k), _narrowed(dv, x.v)
 
 
-def _converted(work: Work, plan: Plan, x: Arrays, sums: Tensor) -> Tensor:
-    """dQ out of its sums."""
+def _converted(work: Work, plan: Plan, x: Arrays, sums: Tensor, into: Tensor | None) -> Tensor:
+    """dQ out of its sums, added to what there is."""
     make = torch.empty if x.cu_q is None else torch.zeros
-    dq = make(x.q.shape, dtype=x.out_dtype, device=x.q.device)
+    dq = make(x.q.shape, dtype=x.out_dtype, device=x.q.device) if into is None else into
     tiles = -(-work.longest[0] // plan.block_q)
     launch(
         convert, tiles * work.size.heads * _batch(work), PLAIN, sums, dq, _strides(dq), x.scale,
         *work.size._replace(tiles=tiles), *work.sides, work.extra, plan.block_q, work.widths[0],
         work.widths[0] // 2 if plan.block_q == ROWS else work.widths[0],
-        dq.shape[-1],
+        dq.shape[-1], into is not None,
     )  # fmt: skip
     return dq
 
@@ -222,7 +288,8 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
     bounded = work.sides.left is not None or work.sides.right is not None
     section = min((together if bounded else 1) * size.group, batch * size.heads)
     size = size._replace(tiles=tiles, places=batch * size.heads, section=section)
-    dq, wide, dq_desc = _result(work.q, x.q, x, ROWS, width)
+    into = None if x.sums is None else x.sums.q
+    dq, wide, dq_desc = _result(work.q, x.q, x, ROWS, width, into)
     boxed = functools.partial(_described, packed=work.extra.cu_q is not None)
     launch(
         by_queries, tiles * batch * size.heads, plan, boxed(work.q, ROWS, width),
@@ -273,18 +340,26 @@ def _facts(t: Tensor, rows: int) -> Any:
     return descriptor(t, Box([*t.shape], [t.shape[1], 1], block, layout))
 
 
-def _result(like: Tensor, source: Tensor, x: Arrays, rows: int, width: int) -> tuple[Any, ...]:
-    """(a gradient's tensor, the same if the kernel writes it in fp32 without TMA, TMA's view).
+def _result(
+    like: Tensor, source: Tensor, x: Arrays, rows: int, width: int, into: Tensor | None
+) -> tuple[Any, ...]:
+    """(a gradient's tensor, how the kernel writes it without TMA, TMA's view).
 
     Rows of no sequence stay 0.
     """
     packed = x.cu_q is not None
     make = torch.zeros if packed else torch.empty
     if x.out_dtype == torch.float32:
-        grad = make(source.shape, dtype=torch.float32, device=source.device)
-        return grad, grad, _described(like, rows, width, packed=packed)
+        grad = into
+        if grad is None:
+            grad = make(source.shape, dtype=torch.float32, device=source.device)
+        return (
+            grad,
+            Wide.of(grad, width, into is not None),
+            _described(like, rows, width, packed=packed),
+        )
     grad = make(like.shape, dtype=like.dtype, device=like.device)
-    return grad, None, _described(grad, rows, width, packed=packed)
+    return grad, Wide(), _described(grad, rows, width, packed=packed)
 
 
 def _narrowed(grad: Tensor, source: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from relampago.backends.gluon.sizes import (
     SHARED,
     Kind,
     Masks,
+    Result,
     Sides,
     Size,
     chained,
@@ -62,10 +63,20 @@ class Target(NamedTuple):
     lse: Tensor
     before: Tensor | None  # out itself, if what stands there is to be folded in
     out_b: int  # steps
-    out_l: int
+    out_l: int | None
     out_h: int
     lse_b: int
     lse_h: int
+    held: int | None  # 1: out is (B, H, rows · E) in blocks of 64 rows, see `held`
+    whole: int | None  # 1: out has as many columns as a tile
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, folds: bool, width: int) -> Target:
+        """Out as it comes, or held."""
+        held = out.dim() == 3
+        b, l, h = (out.stride(0), None, out.stride(1)) if held else out.stride()[:3]
+        marks = (1 if held else None, 1 if out.shape[-1] == width else None)
+        return cls(out, lse, out if folds else None, b, l, h, *lse.stride()[:2], *marks)
 
 
 class Extra(NamedTuple):
@@ -86,6 +97,8 @@ class Extra(NamedTuple):
     out_h: int | None = None
     lse_b: int | None = None
     lse_h: int | None = None
+    held: int | None = None
+    whole: int | None = None
 
 
 class Setting(NamedTuple):
@@ -108,10 +121,10 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     q, scale = positive(x.q, x.scale)
     k, v = x.k, x.v
     start, end, stride = tables_of(x)
-    wide = x.out_dtype == torch.float32
+    result = Result(x.out_dtype == torch.float32, x.into is not None, is_held(x))
     setting = setting_of(
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, plan, x.batch,
-        x.len_q, x.len_k, x.mods, x.band[:4], x.cu_q is not None, stride, wide, multiprocessors,
+        x.len_q, x.len_k, x.mods, x.band[:4], x.cu_q is not None, stride, result, multiprocessors,
     )  # fmt: skip
     if setting is None or q.data_ptr() % STEP or k.data_ptr() % STEP or v.data_ptr() % STEP:
         return _forward_of_copies(plan, replace(x, q=q, scale=scale), multiprocessors)
@@ -125,10 +138,8 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         made = {"dtype": x.out_dtype, "device": q.device}
         out = (torch.empty if x.cu_q is None else torch.zeros)(setting.shape_out, **made)
         lse = lse_of(x, None if x.cu_q is None else float("-inf"))
-    if wide and not is_split:
-        target = Target(
-            out, lse, None if x.into is None else out, *out.stride()[:3], *lse.stride()[:2]
-        )  # fmt: skip
+    if result.wide and not is_split:
+        target = Target.of(out, lse, x.into is not None and not x.anew, sum(cut(x.v.shape[-1])))
     part, found = parts_of(size, x) if is_split else (None, lse)
     sinks = None if is_split else x.sinks
     extra = Extra(
@@ -154,9 +165,17 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
 def _forward_of_copies(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
     """Where TMA cannot address the tensors; a copy of v may be wider than v."""
     dim_v = x.v.shape[-1]
-    x = replace(x, q=addressable(x.q), k=addressable(x.k), v=addressable(x.v), into=None)
+    into = x.into if is_held(x) else None
+    x = replace(x, q=addressable(x.q), k=addressable(x.k), v=addressable(x.v), into=into)
     out, lse = forward(plan, x, multiprocessors)
+    if into is not None:
+        return into
     return out[..., :dim_v].contiguous(), lse
+
+
+def is_held(x: Arrays) -> bool:
+    """Whether out goes to what `held_launch.hold` gave."""
+    return x.into is not None and x.into[0].dim() != x.q.dim()
 
 
 def tables_of(x: Arrays) -> tuple[Tensor | None, Tensor | None, int | None]:
@@ -181,16 +200,17 @@ def setting_of(
     shape_q: tuple[int, ...], strides_q: tuple[int, ...], shape_k: tuple[int, ...],
     strides_k: tuple[int, ...], shape_v: tuple[int, ...], strides_v: tuple[int, ...],
     dtype: torch.dtype, plan: Plan, batch: int, len_q: int, len_k: int, mods: tuple[str, ...],
-    band: tuple[Any, ...], packed: bool, table_stride: int | None, wide: bool, multiprocessors: int,
+    band: tuple[Any, ...], packed: bool, table_stride: int | None, result: Result, multiprocessors: int,
 ) -> Setting | None:  # fmt: skip
     """The launch for these shapes, which a warm call finds here; None where TMA cannot step through them."""
     step = STEP // dtype.itemsize
     given = ((shape_q, strides_q), (shape_k, strides_k), (shape_v, strides_v))
     if not all(steps_fit(*tensor, step) for tensor in given):
         return None
-    kind = Kind(Sides(*band), packed, table_stride, multiprocessors)
+    kind = Kind(Sides(*band), packed, table_stride, multiprocessors, result)
+    wide = result.wide
     (d, d2), (e, e2) = parts = cut(shape_q[-1]), cut(shape_v[-1])
-    pack = pack_of(len_q, shape_q[-2] // shape_k[-2], plan.block_q)
+    pack = 1 if result.held else pack_of(len_q, shape_q[-2] // shape_k[-2], plan.block_q)
     size = size_of(shape_q, shape_k, shape_v[-1], batch, len_q, len_k, kind, plan, pack)
     is_split = size.splits > 1
     by = schedule.DYNAMIC if kind.packed or kind.tables or is_split else plan.schedule

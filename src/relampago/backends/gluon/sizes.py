@@ -52,6 +52,14 @@ class Masks(NamedTuple):
     ends: bool  # whether a mask must look at the last key
 
 
+class Result(NamedTuple):
+    """Where out goes."""
+
+    wide: bool = False  # it is fp32
+    given: bool = False  # to `x.into`: no two tiles may share rows then, which both would add to
+    held: bool = False  # in blocks of 64 rows, see `held`
+
+
 class Kind(NamedTuple):
     """What of a call is not in its shapes."""
 
@@ -59,6 +67,7 @@ class Kind(NamedTuple):
     packed: bool
     table_stride: int | None  # of row tables, 0 if all sequences share one; None if there are none
     multiprocessors: int
+    result: Result = Result()
 
     @property
     def tables(self) -> bool:
@@ -109,10 +118,10 @@ def size_of(
         room = plan.reach << 20 or L2_BYTES
         together = max(1, room // max(1, len_k * width * 2))
     most = most_blocks(len_q, len_k, kind, part, plan.block_k)
-    splits = splits_for(tiles * places, most, kind.multiprocessors)
+    splits = 1 if kind.result.held else splits_for(tiles * places, most, kind.multiprocessors)
     # under causal a tile that is not full had better be the first one, which sees few keys; not where rows that two
     # tiles share would be split at different keys
-    shifted = sides.right is not None and not kind.packed and splits == 1
+    shifted = sides.right is not None and not kind.packed and splits == 1 and not kind.result.given
     shift = tiles * part - len_q if shifted else 0
     section = min(together * max(1, group // pack), places * splits)
     rows = heads * (shape_q[0] if kind.packed else batch * len_q)

@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from relampago.backends.gluon.channel import barriers, channel, receive, release, ring, send
+from relampago.backends.gluon.held import as_held
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
     Size,
     advance,
-    as_held,
     disguised,
     first_turn,
     hide_rows,
@@ -270,18 +270,11 @@ def consume(
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         add_dq(sums, dq, last_row, WG, BQ, D, False)
 
-    heads = size.heads // size.group
-    base = k_at.first if PACKED else k_at.b * size.len_k
-    write(
-        dv_desc, values.tiles.index(WG), wide_v, dv, k_at, k0, g, heads, base, size.dim_v, PACKED, E
-    )
+    write(dv_desc, values.tiles.index(WG), wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
     if FUSED:  # the other warpgroup forms its dQ from these keys
         mbarrier.arrive(end, count=1)
         mbarrier.wait(end, 0)
-    write(
-        dk_desc, keys.tiles.index(WG), wide_k, dk * scale, k_at, k0, g, heads, base, size.dim,
-        PACKED, D,
-    )  # fmt: skip
+    write(dk_desc, keys.tiles.index(WG), wide_k, dk * scale, k_at, k0, g, size.dim, PACKED, D)
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])

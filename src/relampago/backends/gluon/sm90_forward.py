@@ -30,6 +30,7 @@ from relampago.backends.gluon.channel import (
     rest_of,
     tiles_of,
 )
+from relampago.backends.gluon.held import block_at, load_block, store_block
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.sm90_chain import consume_chained
@@ -77,54 +78,70 @@ def wide_places(extra, b, heads, rows):
     b = gl.cast(b, gl.int64)
     heads = gl.cast(heads, gl.int64)
     rows = gl.cast(rows, gl.int64)
-    in_out = b * extra.out_b + heads * extra.out_h + rows * extra.out_l
-    return in_out, b * extra.lse_b + heads * extra.lse_h + rows
+    in_lse = b * extra.lse_b + heads * extra.lse_h + rows
+    in_out = in_lse
+    if extra.held is None:
+        in_out = b * extra.out_b + heads * extra.out_h + rows * extra.out_l
+    return in_out, in_lse
 
 
 @gluon.jit
 def columns_of(
-    out, places, inside, dim_v, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr
+    out, places, inside, dim_v, COLUMN: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr, whole=None
 ):  # fmt: skip
-    """Addresses of columns from COLUMN on of rows at `places`, [ROWS, WIDTH], and which are there."""
+    """Addresses of columns from COLUMN on of rows at `places`, [ROWS, WIDTH], and which are there.
+
+    `whole`: all columns are. A mask that differs along a row would take its pairs of columns apart.
+    """
     places = gl.convert_layout(places, gl.SliceLayout(1, L), assert_trivial=True)
     inside = gl.convert_layout(inside, gl.SliceLayout(1, L), assert_trivial=True)
     columns = COLUMN + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     at = out + gl.expand_dims(places, 1) + gl.expand_dims(columns, 0)
-    return at, gl.expand_dims(inside, 1) & gl.expand_dims(columns < dim_v, 0)
+    there = gl.expand_dims(inside, 1)
+    if whole is None:
+        there = there & gl.expand_dims(columns < dim_v, 0)
+    return at, there
 
 
 @gluon.jit
 def resume(
-    extra, tile, rows, factor, dim_v, acc2, E: gl.constexpr, E2: gl.constexpr, O1: gl.constexpr,
-    O2: gl.constexpr, PACK: gl.constexpr,
+    extra, tile, rows, row0, factor, dim_v, acc2, E: gl.constexpr, E2: gl.constexpr,
+    O1: gl.constexpr, O2: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """O, and m of unscaled scores, after the keys of other shards: a result is a state whose m is LSE and l is 1."""
     heads = tile.head + gl.arange(0, ROWS, layout=rows.type.layout) % PACK
     inside = rows < tile.q.length
     in_out, in_lse = wide_places(extra, tile.q.b, heads, rows)
     lse = gl.load(extra.wide_lse + in_lse, mask=inside, other=float("-inf"))
-    at, mask = columns_of(extra.wide, in_out, inside, dim_v, 0, E, O1)
-    acc1 = gl.load(at, mask=mask, other=0.0)
-    if E2 > 0:
-        at, mask = columns_of(extra.wide, in_out, inside, dim_v, E, E2, O2)
-        acc2 = gl.load(at, mask=mask, other=0.0)
+    if extra.held is not None:
+        at = block_at(extra, tile.q.b, tile.head, row0, E)
+        acc1 = load_block(at, row0 < tile.q.length, E, O1)
+    else:
+        at, mask = columns_of(extra.wide, in_out, inside, dim_v, 0, E, O1, extra.whole)
+        acc1 = gl.load(at, mask=mask, other=0.0)
+        if E2 > 0:
+            at, mask = columns_of(extra.wide, in_out, inside, dim_v, E, E2, O2, extra.whole)
+            acc2 = gl.load(at, mask=mask, other=0.0)
     return acc1, acc2, lse * LOG2E / factor
 
 
 @gluon.jit
 def store_wide(
-    extra, acc1, acc2, lse, b, heads, rows, inside, dim_v, E: gl.constexpr, E2: gl.constexpr
+    extra, acc1, acc2, lse, tile, heads, rows, row0, inside, dim_v, E: gl.constexpr, E2: gl.constexpr
 ):  # fmt: skip
     """O and LSE in fp32."""
-    in_out, in_lse = wide_places(extra, b, heads, rows)
+    in_out, in_lse = wide_places(extra, tile.q.b, heads, rows)
     gl.store(extra.wide_lse + in_lse, lse, mask=inside)
-    O1: gl.constexpr = acc1.type.layout
-    at, mask = columns_of(extra.wide, in_out, inside, dim_v, 0, E, O1)
-    gl.store(at, acc1, mask=mask)
-    if E2 > 0:
-        O2: gl.constexpr = acc2.type.layout
-        at, mask = columns_of(extra.wide, in_out, inside, dim_v, E, E2, O2)
-        gl.store(at, acc2, mask=mask)
+    if extra.held is not None:
+        store_block(block_at(extra, tile.q.b, tile.head, row0, E), row0 < tile.q.length, acc1)
+    else:
+        O1: gl.constexpr = acc1.type.layout
+        at, mask = columns_of(extra.wide, in_out, inside, dim_v, 0, E, O1, extra.whole)
+        gl.store(at, acc1, mask=mask)
+        if E2 > 0:
+            O2: gl.constexpr = acc2.type.layout
+            at, mask = columns_of(extra.wide, in_out, inside, dim_v, E, E2, O2, extra.whole)
+            gl.store(at, acc2, mask=mask)
 
 
 @gluon.jit
@@ -176,7 +193,7 @@ def consume_apart(
             acc2 = gl.zeros([ROWS, E2], gl.float32, O2)
         if extra.before is not None:
             acc1, acc2, m0 = resume(
-                extra, tile, seen.rows, factor, size.dim_v, acc2, E, E2, O1, O2, PACK
+                extra, tile, seen.rows, row0, factor, size.dim_v, acc2, E, E2, O1, O2, PACK
             )
 
         # the first block: S and its softmax, with nothing to overlap but the other warpgroups
@@ -224,7 +241,7 @@ def consume_apart(
         inside = seen.rows < tile.q.length
         if extra.wide is not None:
             store_wide(
-                extra, acc1, acc2, rows_lse, tile.q.b, heads, seen.rows, inside, size.dim_v, E, E2
+                extra, acc1, acc2, rows_lse, tile, heads, seen.rows, row0, inside, size.dim_v, E, E2
             )  # fmt: skip
         else:
             at = place_of(size, tile, heads, seen.rows, SPLIT, PACKED)

@@ -184,21 +184,6 @@ def disguised(index, k0):
 
 
 @gluon.jit
-def as_held(x):
-    """[64, N] of a warpgroup's accumulator as a line in the order of its threads: 512 bytes a warp."""
-    M: gl.constexpr = x.shape[0] * x.shape[1]
-    x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])  # warp, half, row, columns, of four, pair
-    return gl.reshape(gl.permute(x, [0, 3, 2, 4, 1, 5]), [M])
-
-
-@gluon.jit
-def as_tile(x, N: gl.constexpr):
-    """The other way: [64, N]."""
-    x = gl.permute(gl.reshape(x, [4, N // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
-    return gl.reshape(x, [64, N])
-
-
-@gluon.jit
 def slope(p, s, cap):
     """p times the slope of softcap, if there is one: `s` is a tanh then, not hidden, since 0 · inf is no number."""
     if cap is not None:
@@ -208,10 +193,13 @@ def slope(p, s, cap):
 
 @gluon.jit
 def write(
-    desc, tile, wide, x, at, row, head, heads, base, dim, PACKED: gl.constexpr, DIM: gl.constexpr,
+    desc, tile, wide, x, at, row, head, dim, PACKED: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a gradient: by TMA from a tile in shared memory or in fp32 straight to `wide`, which is contiguous."""
-    if wide is None:
+    """64 rows of a gradient: by TMA from a tile in shared memory, or in fp32 straight to where `wide` says.
+
+    Nobody else adds to them in the same launch, so that a sum depends on no order.
+    """
+    if wide.base is None:
         tile.reshape([ROWS, DIM]).store(x.to(desc.dtype))
         fence_async_shared()
         store(desc, tile, at, row, head, PACKED)
@@ -220,6 +208,16 @@ def write(
         L: gl.constexpr = x.type.layout
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
-        inside = gl.expand_dims((rows >= 0) & (rows < at.length), 1) & gl.expand_dims(cols < dim, 0)
-        line = gl.cast(gl.expand_dims(base + rows, 1), gl.int64) * heads + head
-        gl.store(wide + (line * dim + gl.expand_dims(cols, 0)), x, mask=inside)
+        inside = gl.expand_dims((rows >= 0) & (rows < at.length), 1)
+        if wide.whole is None:  # a mask that differs along a row takes its pairs of columns apart
+            inside = inside & gl.expand_dims(cols < dim, 0)
+        start = gl.cast(head, gl.int64) * wide.h
+        if PACKED:
+            rows += at.first
+        else:
+            start += gl.cast(at.b, gl.int64) * wide.b
+        line = gl.expand_dims(gl.cast(rows, gl.int64) * wide.l, 1) + gl.expand_dims(cols, 0)
+        if wide.adds is not None:
+            gl.atomic_add(wide.base + start + line, x, mask=inside, sem="relaxed")
+        else:
+            gl.store(wide.base + start + line, x, mask=inside)

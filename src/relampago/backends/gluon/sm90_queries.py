@@ -183,11 +183,7 @@ def consume(
     dq = warpgroup_mma(ds16, keys.tiles.index(before).reshape([BK, D]), dq, is_async=True)
     dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
     release(keys, before)
-    base = q_at.first if PACKED else q_at.b * size.len_q
-    write(
-        dq_desc, queries.tiles.index(WG), wide, dq * scale, q_at, row, head, size.heads, base,
-        size.dim, PACKED, D,
-    )  # fmt: skip
+    write(dq_desc, queries.tiles.index(WG), wide, dq * scale, q_at, row, head, size.dim, PACKED, D)
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])

@@ -3,8 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from relampago.backends.gluon.held import as_tile
 from relampago.backends.gluon.sizes import Sides
-from relampago.backends.gluon.sm90_gradients import Size, as_tile, row_base, sequence
+from relampago.backends.gluon.sm90_gradients import Size, row_base, sequence
 from relampago.backends.gluon.softmax import LOG2E
 
 
@@ -41,7 +42,7 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
 
 @gluon.jit(do_not_specialize=[*Size._fields, *Sides._fields])
 def prepare(
-    out, dout, lse, dlse, top, delta, sums, out_stride, dout_stride, 
+    out, dout, lse, dlse, known, top, delta, sums, out_stride, dout_stride, 
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
    
@@ -49,7 +50,7 @@ def prepare(
 ):  # fmt: skip
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
-    DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are
+    Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are
     set to 0.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
@@ -59,18 +60,22 @@ def prepare(
     band = Sides(offset, left, right, prefix)
     at, head, row = rows_here(size, band, extra, R)
     if row < (at.length + BQ - 1) // BQ * BQ:  # as far as blocks of rows reach
-        o_at, inside = lines(out, out_stride, at, head, row, DIM, R, E, PACKED)
-        do_at, _ = lines(dout, dout_stride, at, head, row, DIM, R, E, PACKED)
-        o = gl.load(o_at, mask=inside, other=0.0).to(gl.float32)
-        do = gl.load(do_at, mask=inside, other=0.0).to(gl.float32)
-        total = gl.sum(o * do, axis=1)  # [R]
-        rows = row + gl.arange(0, R, layout=total.type.layout)
+        L: gl.constexpr = gl.SliceLayout(1, spread(E))
+        rows = row + gl.arange(0, R, layout=L)
         here = rows < at.length
         if PACKED:
             place = gl.cast(head, gl.int64) * size.len_q + at.first
         else:
             place = (gl.cast(at.b, gl.int64) * size.heads + head) * size.len_q
         value = gl.load(lse + place + rows, mask=here, other=float("-inf"))
+        if known is not None:
+            total = gl.load(known + place + rows, mask=here, other=0.0)
+        else:
+            o_at, inside = lines(out, out_stride, at, head, row, DIM, R, E, PACKED)
+            do_at, _ = lines(dout, dout_stride, at, head, row, DIM, R, E, PACKED)
+            o = gl.load(o_at, mask=inside, other=0.0).to(gl.float32)
+            do = gl.load(do_at, mask=inside, other=0.0).to(gl.float32)
+            total = gl.sum(o * do, axis=1)  # [R]
         if dlse is not None:
             total -= gl.load(dlse + place + rows, mask=here, other=0.0).to(gl.float32)
         blind = value == float("-inf")
@@ -91,9 +96,10 @@ def convert(
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
     R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-    DIM: gl.constexpr,
+    DIM: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of R rows from the sums, which lie `as_held` in parts of [64, W], those of the same rows first."""
+    """dQ of R rows, added to what is there if ADDS, from the sums, which lie
+    `as_held` in parts of [64, W], those of the same rows first."""
     PACKED: gl.constexpr = extra.cu_q is not None
     size = Size(
         len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
@@ -109,4 +115,6 @@ def convert(
             col = part % (D // W) * W
             first = row + part // (D // W) * 64
             to, inside = lines(dq + col, stride, at, head, first, DIM - col, 64, W, PACKED)
+            if ADDS:
+                x += gl.load(to, mask=inside, other=0.0)
             gl.store(to, x.to(dq.dtype.element_ty), mask=inside)

@@ -28,13 +28,12 @@ from relampago.backends.gluon.channel import (
     ring,
     send,
 )
+from relampago.backends.gluon.held import as_held, as_tile
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
     Size,
     advance,
-    as_held,
-    as_tile,
     first_turn,
     hide_rows,
     key_tile,
@@ -171,9 +170,7 @@ def consume_values(
     mbarrier.arrive(end, count=1)  # the values' tile is the place for dV, the keys' for dK
     mbarrier.wait(end, 0)
     tile = values.tiles.index(0)
-    heads = size.heads // size.group
-    base = k_at.first if PACKED else k_at.b * size.len_k
-    write(dv_desc, tile, wide_v, dv, k_at, k0, g, heads, base, size.dim_v, PACKED, E)
+    write(dv_desc, tile, wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
 
 
 @gluon.jit
@@ -231,9 +228,7 @@ def consume_keys(
     mbarrier.arrive(end, count=1)
     mbarrier.wait(end, 0)
     tile = keys.tiles.index(0)
-    heads = size.heads // size.group
-    base = k_at.first if PACKED else k_at.b * size.len_k
-    write(dk_desc, tile, wide_k, dk * scale, k_at, k0, g, heads, base, size.dim, PACKED, D)
+    write(dk_desc, tile, wide_k, dk * scale, k_at, k0, g, size.dim, PACKED, D)
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])

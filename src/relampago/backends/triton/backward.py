@@ -32,21 +32,23 @@ def backward(
 ) -> Grads:
     """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries."""
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
-    out, dout = A.rows_contiguous(saved.out), A.rows_contiguous(dout)
+    dout = A.rows_contiguous(dout)
+    out = dout if saved.delta is not None else A.rows_contiguous(saved.out)
     if dout.dtype != q.dtype:
         dout = dout.to(q.dtype)  # products take one dtype
     natural, dims = A.natural(x), dimensions(q.shape[-1], v.shape[-1])
-    dq = torch.empty(q.shape, dtype=x.out_dtype, device=q.device)
-    dk = torch.empty(k.shape, dtype=x.out_dtype, device=q.device)
-    dv = torch.empty(v.shape, dtype=x.out_dtype, device=q.device)
+    dq, dk, dv = results(x)
+    adds_q, adds_k = x.sums is not None, x.sums is not None and x.sums.k is not None
     dbias = bias_buffer(x, deterministic) if wanted.bias else None
     if q.numel() == 0 or k.numel() == 0:
         dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), (), dims)
-        grads = Grads(dq.zero_(), dk.zero_(), dv.zero_(), shrunk(dbias, x), None, dargs)
+        kept = x.sums or ()
+        dq, dk, dv = (t if any(t is total for total in kept) else t.zero_() for t in (dq, dk, dv))
+        grads = Grads(dq, dk, dv, shrunk(dbias, x), None, dargs)
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
-    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims)
+    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims, saved.delta)
     sq, sk, sv, sdo = A.strides(q), A.strides(k), A.strides(v), A.strides(dout)
     lists = A.sparse_of(x, False)
     tiles, block_q = cut_queries(x, by_query)
@@ -66,7 +68,7 @@ def backward(
         launch(
             by_queries, grid, by_query, q, k, v, *boxes, dout, dq, dbias, shift, delta, norm, factor,
             x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
-            *dims, block_q, block_k, natural, how, atomic,
+            *dims, block_q, block_k, natural, how, atomic, adds_q,
         )  # fmt: skip
     if wanted.k or wanted.v or fused:
         tiles, block_k = cut_keys(x, plan)
@@ -88,9 +90,11 @@ def backward(
                 *boxes, *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv,
                 sdo, A.strides(dk), A.strides(dv), None if target is None else A.strides(target),
                 sl, band, extra, stride, A.sparse_of(x, True), *dims, block_q, block_k, natural,
-                how, fused, atomic, one_k, one_v,
+                how, fused, atomic, one_k, one_v, adds_k,
             )  # fmt: skip
-        if target is not None:
+        if target is not None and adds_q:
+            dq.add_(target, alpha=x.scale)
+        elif target is not None:
             torch.mul(target, x.scale, out=dq)
     dsinks = None if x.sinks is None else sink_gradient(x, shift, delta, norm, natural)
     dargs: tuple[Tensor | None, ...] = ()
@@ -98,6 +102,14 @@ def backward(
         rows = (shift, delta, norm)
         dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), rows, dims)
     return Grads(dq, dk, dv, shrunk(dbias, x), dsinks, dargs)
+
+
+def results(x: Arrays) -> list[Tensor]:
+    """dq, dk and dv: those to add to, or new ones."""
+    return [
+        torch.empty(t.shape, dtype=x.out_dtype, device=t.device) if total is None else total
+        for t, total in zip((x.q, x.k, x.v), x.sums or (None, None, None), strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,18 +120,19 @@ def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
 
 def rows_before(
     x: Arrays, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
-    dims: tuple[int, ...],
+    dims: tuple[int, ...], known: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(shift, delta), shaped like LSE."""
+    """(shift, delta), shaped like LSE; from a delta that is `known`, without out, dout and dlse."""
     lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = None if dlse is None or known is not None else dlse.contiguous()
+    known = None if known is None else known.contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     length, heads = out.shape[-3], out.shape[-2]
     plan = NARROW if dims[3] <= 128 else WIDE
     tiles = triton.cdiv(length, plan.block_q)
     batch = out.shape[0] if x.cu_q is None else 1
     launch(
-        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, delta, shift,
+        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, known, delta, shift,
         A.strides(out), A.strides(dout), A.lse_strides(x), heads, length, tiles, *dims[3:],
         plan.block_q, natural,
     )  # fmt: skip

@@ -171,25 +171,36 @@ def fill_key_tail(
                 dk + origin(sdk, 0, 0, g), dv + origin(sdv, 0, 0, g), sdk, sdv, key, size.total_k,
                 tl.zeros([BK, D1], tl.float32), tl.zeros([BK, D2 if D2 > 0 else 16], tl.float32),
                 tl.zeros([BK, E1], tl.float32), tl.zeros([BK, E2 if E2 > 0 else 16], tl.float32),
-                D, D1, D2, E, E1, E2, BK, True, True,
+                D, D1, D2, E, E1, E2, BK, True, True, False,
             )  # fmt: skip
+
+
+@triton.jit
+def put_tile(
+    base, first, limit, stride, x, DIM: tl.constexpr, COL: tl.constexpr, WIDTH: tl.constexpr,
+    N: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile that no other program writes; if ADDS, what stands there added."""
+    if ADDS:
+        x += load_tile(base, first, limit, stride, DIM, COL, WIDTH, N, True)
+    store_tile(base, first, limit, stride, x, DIM, COL, WIDTH, N)
 
 
 @triton.jit
 def store_keys(
     dk, dv, sdk, sdv, k0, k_end, dk1, dk2, dv1, dv2, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BK: tl.constexpr,
-    WITH_K: tl.constexpr, WITH_V: tl.constexpr,
+    WITH_K: tl.constexpr, WITH_V: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Write both parts of dK and dV."""
     if WITH_K:
-        store_tile(dk, k0, k_end, sdk.l, dk1, D, 0, D1, BK)
+        put_tile(dk, k0, k_end, sdk.l, dk1, D, 0, D1, BK, ADDS)
         if D2 > 0:
-            store_tile(dk, k0, k_end, sdk.l, dk2, D, D1, D2, BK)
+            put_tile(dk, k0, k_end, sdk.l, dk2, D, D1, D2, BK, ADDS)
     if WITH_V:
-        store_tile(dv, k0, k_end, sdv.l, dv1, E, 0, E1, BK)
+        put_tile(dv, k0, k_end, sdv.l, dv1, E, 0, E1, BK, ADDS)
         if E2 > 0:
-            store_tile(dv, k0, k_end, sdv.l, dv2, E, E1, E2, BK)
+            put_tile(dv, k0, k_end, sdv.l, dv2, E, E1, E2, BK, ADDS)
 
 
 @triton.jit
@@ -212,9 +223,9 @@ def by_keys(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr, WITH_K: tl.constexpr,
-    WITH_V: tl.constexpr,
+    WITH_V: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV or both of one tile of keys: all heads of the group, so that nothing is shared.
+    """dK, dV or both of one tile of keys: all heads of the group, so that nothing is shared. ADDS: to what is there.
 
     size.heads counts kv heads. One of the two alone leaves its accumulator twice the registers.
     """
@@ -295,8 +306,8 @@ def by_keys(
     if D2 > 0:
         dk2 *= scale
     store_keys(
-        dk, dv, sdk, sdv, k0, k_end, dk1, dk2, dv1, dv2, D, D1, D2, E, E1, E2, BK, WITH_K, WITH_V
-    )
+        dk, dv, sdk, sdv, k0, k_end, dk1, dk2, dv1, dv2, D, D1, D2, E, E1, E2, BK, WITH_K, WITH_V, ADDS
+    )  # fmt: skip
 
 
 @triton.jit
@@ -345,9 +356,9 @@ def by_queries(
     sk, sv, sdo, sdq, sl, band, extra, bias_stride, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr, ATOMIC: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of rows, and dbias."""
+    """dQ of one tile of rows, added to what is there if ADDS, and dbias."""
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(dq, None, lay, size, sdq, sl, tile, head, b, 0.0, D, D1, D2, BQ)
@@ -412,6 +423,6 @@ def by_queries(
                 D, D1, D2, E, E1, E2, BK, NATURAL, PRECISION, ATOMIC, True,
             )  # fmt: skip
     dq += origin(sdq, b, first, head)
-    store_tile(dq, q0, q_end, sdq.l, dq1 * scale, D, 0, D1, BQ)
+    put_tile(dq, q0, q_end, sdq.l, dq1 * scale, D, 0, D1, BQ, ADDS)
     if D2 > 0:
-        store_tile(dq, q0, q_end, sdq.l, dq2 * scale, D, D1, D2, BQ)
+        put_tile(dq, q0, q_end, sdq.l, dq2 * scale, D, D1, D2, BQ, ADDS)

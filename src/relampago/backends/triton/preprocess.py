@@ -34,27 +34,31 @@ HUGE_LSE = tl.constexpr(1024.0)
 
 @triton.jit
 def prepare(
-    out, dout, lse, dlse, delta, shift, so, sdo, sl, heads, length, tiles,
+    out, dout, lse, dlse, known, delta, shift, so, sdo, sl, heads, length, tiles,
     E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout · out) - dlse (Algorithm 2, line 4); shift = LSE, in base 2 unless NATURAL.
 
-    A row that sees nothing has shift inf, so that its weights are 0. Packed rows are one long sequence here.
+    A row that sees nothing has shift inf, so that its weights are 0. Packed rows are one long sequence here. Where
+    delta is `known`, out and dout are not read.
     """
     pid = tl.program_id(0)
     row, head, b = pid % tiles * BQ, pid // tiles % heads, pid // tiles // heads
-    out += origin(so, b, 0, head)
-    dout += origin(sdo, b, 0, head)
-    o = load_tile(out, row, length, so.l, E, 0, E1, BQ, True).to(tl.float32)
-    do = load_tile(dout, row, length, sdo.l, E, 0, E1, BQ, True).to(tl.float32)
-    sums = tl.sum(o * do, 1)
-    if E2 > 0:
-        o = load_tile(out, row, length, so.l, E, E1, E2, BQ, True).to(tl.float32)
-        do = load_tile(dout, row, length, sdo.l, E, E1, E2, BQ, True).to(tl.float32)
-        sums += tl.sum(o * do, 1)
     rows = row + tl.arange(0, BQ)
     inside = rows < length
     at = origin(sl, b, 0, head) + rows
+    if known is not None:
+        sums = tl.load(known + at, mask=inside, other=0.0)
+    else:
+        out += origin(so, b, 0, head)
+        dout += origin(sdo, b, 0, head)
+        o = load_tile(out, row, length, so.l, E, 0, E1, BQ, True).to(tl.float32)
+        do = load_tile(dout, row, length, sdo.l, E, 0, E1, BQ, True).to(tl.float32)
+        sums = tl.sum(o * do, 1)
+        if E2 > 0:
+            o = load_tile(out, row, length, so.l, E, E1, E2, BQ, True).to(tl.float32)
+            do = load_tile(dout, row, length, sdo.l, E, E1, E2, BQ, True).to(tl.float32)
+            sums += tl.sum(o * do, 1)
     total = tl.load(lse + at, mask=inside, other=float("-inf"))
     if dlse is not None:
         sums -= tl.load(dlse + at, mask=inside, other=0.0).to(tl.float32)

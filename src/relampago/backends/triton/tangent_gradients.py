@@ -210,7 +210,7 @@ def keys_along(
     dv += origin(sdv, b, first_k, g)
     store_keys(
         dk, dv, sdk, sdv, k0, k_end, acc_k * scale, 0.0, acc_v, 0.0, D, DW, 0, E, EW, 0, BK, WITH_K,
-        WITH_V,
+        WITH_V, False,
     )  # fmt: skip
 
 
