@@ -60,11 +60,12 @@ def plan(block_q: int, block_k: int, stages: int = 2, **more: int) -> Plan:
 
 
 KEYS = {
-    f"{rows}-{'fused' if fused else 'apart'}-{ahead}-{'named' if named else 'met'}": plan(
-        rows, 128, fused=fused, ahead=ahead, pingpong=named
+    f"{rows}-{'fused' if fused else 'apart'}-{ahead}-{'named' if named else 'met'}{'-drawn' if drawn else ''}": plan(
+        rows, 128, fused=fused, ahead=ahead, pingpong=named, schedule=2 if drawn else 0
     )
-    for rows, fused, ahead, named in (
-        (64, 1, 0, 0), (64, 1, 1, 0), (64, 1, 2, 0), (64, 1, 3, 1), (64, 1, 0, 1), (128, 1, 2, 1), (64, 0, 3, 0),
+    for rows, fused, ahead, named, drawn in (
+        (64, 1, 0, 0, 0), (64, 1, 1, 0, 0), (64, 1, 2, 0, 0), (64, 1, 3, 1, 0), (64, 1, 0, 1, 0), (128, 1, 2, 1, 0),
+        (64, 0, 3, 0, 0), (64, 1, 0, 0, 1), (64, 1, 3, 1, 1), (128, 1, 2, 0, 1), (64, 0, 3, 0, 1),
     )
 }  # fmt: skip
 TWINS = {"twins": plan(64, 64)}
@@ -136,7 +137,9 @@ def test_kernel_source_on_random_schedules(launcher, case, p) -> None:
     check(launcher, replace(arrays(case), dtype=torch.float32), p)
 
 
-@pytest.mark.parametrize("name", ["64-fused-2-met", "128-fused-2-named", "twins"])
+@pytest.mark.parametrize(
+    "name", ["64-fused-2-met", "128-fused-2-named", "64-fused-0-met-drawn", "twins"]
+)
 @pytest.mark.parametrize(
     "band",
     [Band(), Band(0, None, 0), Band(0, 30, 0), Band(5, None, 3)],
@@ -157,7 +160,21 @@ def test_packed_with_sinks_and_softcap(launcher) -> None:
     check(launcher, x, TWINS["twins"])
 
 
-@pytest.mark.parametrize("name", ["64-fused-2-met", "128-fused-2-named", "64-apart-3-met", "twins"])
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("name", [name for name in KEYS if name.endswith("drawn")])
+def test_tiles_drawn_from_a_counter(launcher, monkeypatch, name, tiles) -> None:
+    """With room for the keys and values of one tile, and of two."""
+    monkeypatch.setattr(launcher, "tiles_of_keys", lambda *_: tiles)
+    for seed in range(2):
+        x = arrays({"lq": 200, "lk": 600, "b": 2, "h": 4, "causal": bool(seed)})
+        check(launcher, x, PLANS[name], seed)
+    check(launcher, packed([3, 130, 0, 200], [3, 430, 4, 0], Band(0, None, 0)), PLANS[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["64-fused-2-met", "128-fused-2-named", "64-apart-3-met", "64-fused-3-named-drawn", "twins"],
+)
 def test_results_in_half_precision_leave_by_tma(launcher, name) -> None:
     for case in ("causal-unaligned", "dims", "odd-dim"):
         check(launcher, arrays(CASES[case]), PLANS[name])

@@ -19,6 +19,7 @@ from relampago.backends.gluon.boxes import (
     packed_box,
     padded,
 )
+from relampago.backends.gluon.counter import counter
 from relampago.backends.gluon.launch import LOG2E, launch, positive, softcap_of, tables_of
 from relampago.backends.gluon.sizes import L2_BYTES, ROWS, SHARED, Sides
 from relampago.backends.gluon.sm90_backward import by_keys
@@ -28,7 +29,7 @@ from relampago.backends.gluon.sm90_rows import convert, prepare
 from relampago.backends.gluon.sm90_tables import bound, reach
 from relampago.backends.gluon.sm90_twins import by_products
 from relampago.plan import Plan
-from relampago.problem import Arrays, Grads, Held, Saved, Wanted
+from relampago.problem import Arrays, Device, Grads, Held, Saved, Wanted
 
 REGISTERS = (240, 24)  # of a thread: two consumers' and the producer's
 PLAIN = Plan(block_q=64, block_k=64, warps=4, stages=1)  # of the kernels before and after
@@ -256,11 +257,14 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
             plan.stages, *masks, *REGISTERS,
         )  # fmt: skip
     else:
+        drawn = plan.schedule == schedule.DYNAMIC
+        if drawn:
+            grid = min(grid, Device.of(work.q.device).multiprocessors)
         launch(
-            by_keys, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts,
-            sums, work.factor, work.scale, *size, *work.sides, work.extra, plan.block_q, width,
-            width_v, plan.stages, sums is not None, plan.ahead, bool(plan.pingpong), *masks,
-            *REGISTERS,
+            by_keys, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts, sums,
+            counter(work.q.device) if drawn else work.top, work.factor, work.scale, *size, *work.sides, work.extra,
+            plan.block_q, width, width_v, plan.stages, tiles_of_keys(plan, width, width_v, sums is not None),
+            plan.schedule, sums is not None, plan.ahead, bool(plan.pingpong), *masks, *REGISTERS,
         )  # fmt: skip
     return _narrowed(dk, x.k), _narrowed(dv, x.v)
 
@@ -300,6 +304,16 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
         *REGISTERS,
     )  # fmt: skip
     return _narrowed(dq, x.q)
+
+
+def tiles_of_keys(plan: Plan, width: int, width_v: int, fused: bool) -> int:
+    """Two, if tiles are drawn and there is room for the next one's keys and values."""
+    if plan.schedule != schedule.DYNAMIC:
+        return 1
+    buffers = (4 if plan.ahead >= 2 else 2) * plan.block_k * plan.block_q if fused else 0
+    rows = plan.stages * plan.block_q
+    ring = (rows + 2 * plan.block_k) * (width + width_v)
+    return 2 if (ring + buffers) * 2 + rows * 8 + 1024 <= SHARED else 1
 
 
 def stages_of_values(plan: Plan, width: int, width_v: int) -> int:

@@ -9,6 +9,9 @@ Scores lie as [keys, rows], so that weights are the left operand of dV and dK as
 through shared memory: each warpgroup forms its half of the block's dQ over all 128 keys, and adds it to sums in global
 memory, in the order in which its threads hold it: 512 bytes an instruction of a warp.
 
+SCHEDULE: a block of threads takes one tile, or draws tiles from a counter until there are none: rows of the next tile
+are then on their way while this one ends, and its keys and values too where TILES of them fit.
+
 AHEAD, bits: 1 the next block's S is issued under this block's dK; 2 dQ is formed a block late, so that the warpgroups
 need not meet in every block.
 """
@@ -18,11 +21,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from relampago.backends.gluon.channel import barriers, channel, receive, release, ring, send
+from relampago.backends.gluon.channel import (
+    Channel,
+    barriers,
+    channel,
+    receive,
+    release,
+    ring,
+    send,
+)
 from relampago.backends.gluon.held import as_held
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
@@ -41,33 +53,73 @@ from relampago.backends.gluon.sm90_gradients import (
     write,
 )
 from relampago.backends.gluon.softmax import capped, exp2
+from relampago.backends.gluon.tiles import (
+    DYNAMIC,
+    SLOTS,
+    WORDS,
+    draw,
+    send_end,
+    send_number,
+    tile_of,
+)
 
 MEET = gl.constexpr(8)  # named barriers from here on; Triton uses the first
 
 
 @gluon.jit
-def produce(
-    queries, douts, keys, values, tops, deltas, q_desc, do_desc, k_desc, v_desc, top_desc,
-    delta_desc, size, band, extra, BQ: gl.constexpr, STAGES: gl.constexpr,
+def send_tile(
+    number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc, v_desc,
+    top_desc, delta_desc, counter, size, band, extra, BQ: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, SCHEDULE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the tile's keys and values once, then rows of every head of the group."""
+    """A tile's keys and values once, then rows of every head of the group; and which tile is next."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, _, first, n = key_tile(size, band, extra, BQ, 2 * ROWS)
+    g, k0, q_at, k_at, _, first, n = key_tile(number, size, band, extra, BQ, 2 * ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
-    send(keys, k_desc, 0, 1, k_at, k0, g, PACKED)
-    send(keys, k_desc, 1, 1, k_at, k0 + ROWS, g, PACKED)
-    stage, phase = 0, 1
+    place = turn % TILES * 2
+    free = turn // TILES & 1 ^ 1
+    following = number
+    if SCHEDULE == DYNAMIC:
+        send_number(slots, turn, number)
+        following = draw(counter, size.tiles * size.places)
+    send(keys, k_desc, place, free, k_at, k0, g, PACKED)
+    send(keys, k_desc, place + 1, free, k_at, k0 + ROWS, g, PACKED)
     for i in range(n * size.group):
         base = row_base(q_at, head, size, PACKED)
         row = block * BQ
         send_rows(queries, tops, q_desc, top_desc, stage, phase, q_at, row, head, base, PACKED)
         if i == 0:
-            send(values, v_desc, 0, 1, k_at, k0, g, PACKED)
-            send(values, v_desc, 1, 1, k_at, k0 + ROWS, g, PACKED)
+            send(values, v_desc, place, free, k_at, k0, g, PACKED)
+            send(values, v_desc, place + 1, free, k_at, k0 + ROWS, g, PACKED)
         send_rows(douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED)
         stage, phase = advance(stage, phase, STAGES)
         block, head = next_rows(block, head, first, n, begin)
+    return following, stage, phase
+
+
+@gluon.jit
+def produce(
+    queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc, v_desc, top_desc,
+    delta_desc, counter, size, band, extra, BQ: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, SCHEDULE: gl.constexpr,
+):  # fmt: skip
+    """One warp: all loads."""
+    number = gl.program_id(0)
+    stage, phase, turn = 0, 1, 0
+    if SCHEDULE == DYNAMIC:
+        while number < size.tiles * size.places:
+            number, stage, phase = send_tile(
+                number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc,
+                v_desc, top_desc, delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE,
+            )  # fmt: skip
+            turn += 1
+        send_end(slots, turn)
+    else:
+        send_tile(
+            number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc,
+            v_desc, top_desc, delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -102,12 +154,15 @@ def stored(met, buffer, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexp
 
 
 @gluon.jit
-def form_dq(scores, keys, buffer, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr):
-    """Start this warpgroup's half of a block's dQ: 64 rows of it, or all 64 with half the columns."""
+def form_dq(scores, keys, place, buffer, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr):
+    """Start this warpgroup's half of a block's dQ: 64 rows of it, or all 64 with half the columns.
+
+    The tile's keys lie at `place` and the one after it.
+    """
     a0 = scores.index(buffer * 2)
     a1 = scores.index(buffer * 2 + 1)
-    k0 = keys.tiles.index(0).reshape([ROWS, D])
-    k1 = keys.tiles.index(1).reshape([ROWS, D])
+    k0 = keys.tiles.index(place).reshape([ROWS, D])
+    k1 = keys.tiles.index(place + 1).reshape([ROWS, D])
     if BQ == 64:
         W: gl.constexpr = D // 2
         k0 = k0.slice(WG * W, W, dim=1)
@@ -144,13 +199,13 @@ def add_part(sums, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr)
 
 
 @gluon.jit
-def consume(
-    queries, douts, keys, values, tops, deltas, scores, met, end, dk_desc, dv_desc, wide_k, wide_v,
-    sums, factor, scale, size, band, extra, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
-    E: gl.constexpr, STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr,
-    NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+def take_tile(
+    number, turn, stage, phase, done, queries, douts, keys, values, tops, deltas, scores, met, end, dk_desc, dv_desc,
+    wide_k, wide_v, sums, factor, scale, size, band, extra, WG: gl.constexpr, BQ: gl.constexpr,
+    D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, FUSED: gl.constexpr,
+    AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of 64 keys, half of every block's dQ."""
+    """One warpgroup: dK and dV of 64 keys, half of every block's dQ. done: blocks of rows of the tiles before."""
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     EARLY: gl.constexpr = AHEAD % 2 == 1
@@ -168,34 +223,36 @@ def consume(
     )
     PK_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
     PV_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
-    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, 2 * ROWS)
+    g, k0, q_at, k_at, offset, first, n = key_tile(number, size, band, extra, BQ, 2 * ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     k0 += WG * ROWS
     at_keys = k0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_L))
     dk = gl.zeros([ROWS, D], gl.float32, K_L)
     dv = gl.zeros([ROWS, E], gl.float32, V_L)
-    stage, phase = 0, 0
     last_row = -1
     count = n * size.group
-    k = receive(keys, WG, 0, ROWS, D)
+    place = turn % TILES * 2
+    own = place + WG
+    there = turn // TILES & 1
+    k = receive(keys, own, there, ROWS, D)
     if FUSED:
-        mbarrier.wait(keys.full.index(1 - WG), 0)
+        mbarrier.wait(keys.full.index(place + (1 - WG)), there)
     if EARLY:
-        q = receive(queries, 0, 0, BQ, D)
+        q = receive(queries, stage, phase, BQ, D)
         s = gl.zeros([ROWS, BQ], gl.float32, S_L)
         s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    v = receive(values, WG, 0, ROWS, E)
+    v = receive(values, own, there, ROWS, E)
     for i in range(count):
         q0 = block * BQ
         row = row_base(q_at, head, size, PACKED) + q0
         if PACKED:  # an empty sequence has no rows to add to
             row = row if q0 < q_at.length else -1
         if EARLY or BQ > ROWS:  # short of registers
-            own = disguised(WG, q0)
-            k = keys.tiles.index(own).reshape([ROWS, D])
-            v = values.tiles.index(own).reshape([ROWS, E])
+            again = disguised(own, q0)
+            k = keys.tiles.index(again).reshape([ROWS, D])
+            v = values.tiles.index(again).reshape([ROWS, E])
         q = queries.tiles.index(stage).reshape([BQ, D])
         if not EARLY:
             mbarrier.wait(queries.full.index(stage), phase)
@@ -219,7 +276,7 @@ def consume(
         p = slope(p, raised, extra.cap)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = (p * (dp - deltas.index(stage).load(S_L))).to(DT)
-        buffer = i & (BUFFERS - 1)
+        buffer = (done + i) & (BUFFERS - 1)
         if FUSED:
             scores.index(buffer * 2 + WG).store(ds)
             fence_async_shared()
@@ -236,13 +293,15 @@ def consume(
             s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
         if FUSED:
             if LATE:
-                at = (i - 1) & (BUFFERS - 1)
+                at = (done + i - 1) & (BUFFERS - 1)
                 if i > 0:
-                    meet(met, at, (i - 1) // BUFFERS, WG, NAMED, LATE)
+                    meet(met, at, (done + i - 1) // BUFFERS, WG, NAMED, LATE)
             else:
                 at = buffer
-                meet(met, at, i // BUFFERS, WG, NAMED, LATE)
-            dq = form_dq(scores, keys, at, WG, BQ, D)  # of the first block, if LATE: not added
+                meet(met, at, (done + i) // BUFFERS, WG, NAMED, LATE)
+            dq = form_dq(
+                scores, keys, place, at, WG, BQ, D
+            )  # of the first block, if LATE: not added
             if EARLY:
                 dk, s = warpgroup_mma_wait(num_outstanding=2, deps=(dk, s))
             else:
@@ -264,29 +323,62 @@ def consume(
         last_row = row
         block, head = next_rows(block, head, first, n, begin)
     if FUSED and LATE:
-        at = (count - 1) & (BUFFERS - 1)
-        meet(met, at, (count - 1) // BUFFERS, WG, NAMED, LATE)
-        dq = form_dq(scores, keys, at, WG, BQ, D)
+        at = (done + count - 1) & (BUFFERS - 1)
+        meet(met, at, (done + count - 1) // BUFFERS, WG, NAMED, LATE)
+        dq = form_dq(scores, keys, place, at, WG, BQ, D)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         add_dq(sums, dq, last_row, WG, BQ, D, False)
 
-    write(dv_desc, values.tiles.index(WG), wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
+    write(dv_desc, values.tiles.index(own), wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
     if FUSED:  # the other warpgroup forms its dQ from these keys
         mbarrier.arrive(end, count=1)
-        mbarrier.wait(end, 0)
-    write(dk_desc, keys.tiles.index(WG), wide_k, dk * scale, k_at, k0, g, size.dim, PACKED, D)
+        mbarrier.wait(end, turn & 1)
+    write(dk_desc, keys.tiles.index(own), wide_k, dk * scale, k_at, k0, g, size.dim, PACKED, D)
+    tma.store_wait(pendings=0)
+    release(values, own)
+    release(keys, own)
+    return stage, phase, done + count
+
+
+@gluon.jit
+def consume(
+    queries, douts, keys, values, tops, deltas, slots, scores, met, end, dk_desc, dv_desc, wide_k, wide_v,
+    sums, factor, scale, size, band, extra, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    E: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SCHEDULE: gl.constexpr,
+    FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr,
+    ENDS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its half of every tile of this block of threads."""
+    stage, phase, turn, done = 0, 0, 0, 0
+    if SCHEDULE == DYNAMIC:
+        number = tile_of(turn, size, slots, SCHEDULE)
+        while number >= 0:
+            release(slots, turn % SLOTS)
+            stage, phase, done = take_tile(
+                number, turn, stage, phase, done, queries, douts, keys, values, tops, deltas, scores, met, end, dk_desc,
+                dv_desc, wide_k, wide_v, sums, factor, scale, size, band, extra, WG, BQ, D, E, STAGES, TILES, FUSED,
+                AHEAD, NAMED, MASKED, ENDS,
+            )  # fmt: skip
+            turn += 1
+            number = tile_of(turn, size, slots, SCHEDULE)
+    else:
+        take_tile(
+            gl.program_id(0), turn, stage, phase, done, queries, douts, keys, values, tops, deltas, scores, met, end,
+            dk_desc, dv_desc, wide_k, wide_v, sums, factor, scale, size, band, extra, WG, BQ, D, E, STAGES, TILES,
+            FUSED, AHEAD, NAMED, MASKED, ENDS,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_keys(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
-    factor, scale, 
+    counter, factor, scale, 
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    STAGES: gl.constexpr, FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr,
-    MASKED: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
-    REGISTERS_PRODUCER: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SCHEDULE: gl.constexpr, FUSED: gl.constexpr,
+    AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+    REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ."""
     size = Size(
@@ -295,8 +387,8 @@ def by_keys(
     band = Sides(offset, left, right, prefix)
     queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)
-    keys = channel(k_desc, 2, 1)
-    values = channel(v_desc, 2, 1)
+    keys = channel(k_desc, 2 * TILES, 1)
+    values = channel(v_desc, 2 * TILES, 1)
     tops = gl.allocate_shared_memory(
         gl.float32, ring(STAGES, top_desc.block_shape), top_desc.layout
     )
@@ -311,14 +403,18 @@ def by_keys(
         scores = tops
     met = barriers(BUFFERS, 2)
     end = barriers(1, 2)
+    words = gl.allocate_shared_memory(
+        gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (queries, douts, keys, values, tops, deltas, scores, met, end.index(0), dk_desc, dv_desc, wide_k,
-                   wide_v, sums, factor, scale, size, band, extra, 0, BQ, D, E, STAGES, FUSED, AHEAD, NAMED, MASKED,
-                   ENDS)),
-        (consume, (queries, douts, keys, values, tops, deltas, scores, met, end.index(0), dk_desc, dv_desc, wide_k,
-                   wide_v, sums, factor, scale, size, band, extra, 1, BQ, D, E, STAGES, FUSED, AHEAD, NAMED, MASKED,
-                   ENDS)),
-        (produce, (queries, douts, keys, values, tops, deltas, q_desc, do_desc, k_desc, v_desc, top_desc, delta_desc,
-                   size, band, extra, BQ, STAGES)),
+        (consume, (queries, douts, keys, values, tops, deltas, slots, scores, met, end.index(0), dk_desc, dv_desc,
+                   wide_k, wide_v, sums, factor, scale, size, band, extra, 0, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED,
+                   AHEAD, NAMED, MASKED, ENDS)),
+        (consume, (queries, douts, keys, values, tops, deltas, slots, scores, met, end.index(0), dk_desc, dv_desc,
+                   wide_k, wide_v, sums, factor, scale, size, band, extra, 1, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED,
+                   AHEAD, NAMED, MASKED, ENDS)),
+        (produce, (queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc, v_desc, top_desc,
+                   delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE)),
     ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

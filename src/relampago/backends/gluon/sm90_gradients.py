@@ -71,9 +71,9 @@ def row_base(at, head, size, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def key_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
-    """(kv head, first key, queries, keys, offset, first block of rows, how many) of this program's tile of keys."""
-    tile, which = place(gl.program_id(0), size.tiles, size.section, size.places)
+def key_tile(number, size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
+    """(kv head, first key, queries, keys, offset, first block of rows, how many) of a tile of keys."""
+    tile, which = place(number, size.tiles, size.section, size.places)
     k0 = (size.tiles - 1 - tile) * BK  # the first keys first: under causal all rows see them
     kv_heads = size.heads // size.group
     q_at, k_at, offset = sequence(which // kv_heads, size, band, extra)
@@ -203,7 +203,6 @@ def write(
         tile.reshape([ROWS, DIM]).store(x.to(desc.dtype))
         fence_async_shared()
         store(desc, tile, at, row, head, PACKED)
-        tma.store_wait(pendings=0)
     else:
         L: gl.constexpr = x.type.layout
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))

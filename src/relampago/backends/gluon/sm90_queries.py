@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -184,6 +185,7 @@ def consume(
     dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
     release(keys, before)
     write(dq_desc, queries.tiles.index(WG), wide, dq * scale, q_at, row, head, size.dim, PACKED, D)
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -54,7 +55,7 @@ def produce(
 ):  # fmt: skip
     """One warp: the tile's keys and values once, then rows of every head of the group."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, _, first, n = key_tile(size, band, extra, BQ, ROWS)
+    g, k0, q_at, k_at, _, first, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     send(keys, k_desc, 0, 1, k_at, k0, g, PACKED)
@@ -119,7 +120,7 @@ def consume_values(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16]
     )
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
-    g, k0, q_at, k_at, offset, first, n = key_tile(size, band, extra, BQ, ROWS)
+    g, k0, q_at, k_at, offset, first, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     len_k = k_at.length
@@ -171,6 +172,7 @@ def consume_values(
     mbarrier.wait(end, 0)
     tile = values.tiles.index(0)
     write(dv_desc, tile, wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit
@@ -188,7 +190,7 @@ def consume_keys(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
-    g, k0, _, k_at, _, _, n = key_tile(size, band, extra, BQ, ROWS)
+    g, k0, _, k_at, _, _, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     dk = gl.zeros([ROWS, D], gl.float32, K_L)
     v = receive(values, 0, 0, ROWS, E)
 
@@ -229,6 +231,7 @@ def consume_keys(
     mbarrier.wait(end, 0)
     tile = keys.tiles.index(0)
     write(dk_desc, tile, wide_k, dk * scale, k_at, k0, g, size.dim, PACKED, D)
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])

@@ -87,12 +87,18 @@ def send_tile(slots, turn, tile, PACKED: gl.constexpr, LISTED: gl.constexpr):
 
 
 @gluon.jit
-def send_end(slots, turn):
-    """Producer: there is no tile any more."""
+def send_number(slots, turn, number):
+    """Producer: a tile's number and nothing more."""
     slot = turn % SLOTS
     mbarrier.wait(slots.empty.index(slot), (turn // SLOTS & 1) ^ 1)
-    put(slots, slot * WORDS, -1)
+    put(slots, slot * WORDS, number)
     mbarrier.arrive(slots.full.index(slot), count=1)
+
+
+@gluon.jit
+def send_end(slots, turn):
+    """Producer: there is no tile any more."""
+    send_number(slots, turn, -1)
 
 
 @gluon.jit
