@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ CAPPED = (
     88 if OLD else 160
 )  # with softcap and a window beyond d 64: a masked block needs its slope as well
 TABLED = 40 if OLD else 104  # with tables, whose masks hold each row's run of keys
+DRAWN = 96 if OLD else 160  # of tiles that are drawn, outside the loops
 KEYS, QUERIES = table("sm90")["gluon_sm90.backward"], table("sm90")["gluon_sm90.backward_dq"]
 MASKS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 30)}
 
@@ -123,6 +125,17 @@ def test_rows_compile(monkeypatch, row) -> None:
         )
         assert added
         assert all("v4" in one for one in added)
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_tiles_drawn_from_a_counter(monkeypatch, which) -> None:
+    """As many registers in the loops as where a block of threads takes one tile."""
+    row = KEYS[which]
+    drawn = replace(row, plan=replace(row.plan, schedule=2))
+    built = build(monkeypatch, drawn, reached(row))
+    for body in loops(disassembled(built["by_keys"])):
+        assert not OLD or not any("LDL" in line or "STL" in line for line in body)
+    check(built, drawn, DRAWN)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -249,7 +249,7 @@ def take_tile(
         row = row_base(q_at, head, size, PACKED) + q0
         if PACKED:  # an empty sequence has no rows to add to
             row = row if q0 < q_at.length else -1
-        if EARLY or BQ > ROWS:  # short of registers
+        if EARLY or BQ > ROWS or TILES > 1:  # short of registers
             again = disguised(own, q0)
             k = keys.tiles.index(again).reshape([ROWS, D])
             v = values.tiles.index(again).reshape([ROWS, E])
