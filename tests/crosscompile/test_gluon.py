@@ -173,10 +173,19 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
         assert not any(call.startswith(("LDL", "STL")) for call in calls) or loose or spills
 
 
+def leads(row: Row) -> bool:
+    """Whether it is the first one for its head dims, or for them under a mask: those after it differ in few things."""
+    right = dict(row.when).get("right")
+    return row is next(
+        r for r in TABLE if dims(r) == dims(row) and dict(r.when).get("right") == right
+    )
+
+
+LEADING = [pytest.param(row, id=str(i)) for i, row in enumerate(TABLE) if leads(row)]
 PAIRS = [
     pytest.param(row, mask, id=f"{i}-{mask}")
     for i, row in enumerate(TABLE)
-    for mask in MASKS
+    for mask in (MASKS if leads(row) else ("full", "causal"))
     if reaches(row, mask)
 ]
 
@@ -194,7 +203,7 @@ def test_lengths_of_one(monkeypatch, len_q, len_k) -> None:
     assert "C75" not in assembler_says(built)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", LEADING)
 def test_other_forms(monkeypatch, row) -> None:
     mask = next(name for name in ("causal", "full") if reaches(row, name))
     check(build(monkeypatch, row.plan, arrays(row, mask, torch.float16, packed=True)), row.plan)
