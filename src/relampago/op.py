@@ -62,14 +62,12 @@ NAMES, BACKWARD_NAMES, TANGENT_NAMES, BACKWARD_TANGENT_NAMES = (
 library = torch.library.Library("relampago", "DEF")
 library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
 # anew: what stands in `whole` counts for nothing
-library.define(
-    f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, bool anew, {INPUTS}) -> ()"
-)
+library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, bool anew, {INPUTS}) -> ()")
 library.define(f"backward({_BACKWARD}) -> ({_GRADIENTS})")
-# dkv: dk and dv to add to, or none, which are then returned; delta: out and dlse are not read
+# anew: what stands in dk and dv counts for nothing; delta: out and dlse are not read
 library.define(
-    f"accumulate_backward(Tensor(a!) dq, Tensor(b!)[] dkv, Tensor dout, Tensor out, Tensor lse, Tensor? dlse, "
-    f"Tensor? delta, {INPUTS}) -> (Tensor, Tensor)"
+    f"accumulate_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, bool anew, Tensor dout, Tensor out, "
+    f"Tensor lse, Tensor? dlse, Tensor? delta, {INPUTS}) -> ()"
 )
 # the same with gradients of mod_args: `wanted` goes on with an entry for each
 library.define(f"backward_args({_BACKWARD}) -> ({_GRADIENTS}, Tensor[])")
@@ -182,7 +180,8 @@ def _accumulate(whole: Tensor, whole_lse: Tensor, anew: bool, *args: Any) -> tup
     if out is whole:
         return ()
     if anew:
-        whole.copy_(out), whole_lse.copy_(lse)
+        whole.copy_(out)
+        whole_lse.copy_(lse)
     else:
         fold_(whole, whole_lse, out, lse)
     return ()
@@ -235,29 +234,25 @@ def _backward_args(
 
 
 @torch.library.impl(library, "accumulate_backward", "CompositeExplicitAutograd")
-def accumulate_backward(*args: Any) -> tuple[Tensor, Tensor]:
+def accumulate_backward(*args: Any) -> None:
     """What `relampago::accumulate_backward` does."""
-    return again("accumulate_backward", args, _accumulate_backward)
+    again("accumulate_backward", args, _accumulate_backward)
 
 
 def _accumulate_backward(
-    dq: Tensor, dkv: list[Tensor], dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    delta: Tensor | None, *args: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq: Tensor, dk: Tensor, dv: Tensor, anew: bool, dout: Tensor, out: Tensor, lse: Tensor,
+    dlse: Tensor | None, delta: Tensor | None, *args: Any,
+) -> tuple[()]:  # fmt: skip
     x, facts = gather(args)
-    x.sums = Sums(dq, *dkv)
+    x.sums = Sums(dq, dk, dv, anew)
     problem, backend, plan = decide_backward(x, facts)
     _refuse_held(dq, x, backend)
     grads = backend.backward(problem, plan, x, Saved(out, lse, delta), dout, dlse, Wanted())
-    new: list[Tensor] = []
-    for total, grad in zip(x.sums, grads[:3], strict=True):
+    for total, grad, written in ((dq, grads.q, False), (dk, grads.k, anew), (dv, grads.v, anew)):
         assert grad is not None
-        if total is None:
-            new.append(grad.to(x.out_dtype))
-        elif grad is not total:
-            total.add_(grad)
-    dk, dv = new or (_absent(x.k), _absent(x.v))
-    return dk, dv
+        if grad is not total:
+            total.copy_(grad) if written else total.add_(grad)
+    return ()
 
 
 @torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
@@ -380,12 +375,8 @@ def _accumulate_fake(*args: Any) -> None:
 
 
 @torch.library.register_fake("relampago::accumulate_backward", lib=library)
-def _accumulate_backward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    x, _ = gather(args[7:])
-    if args[1]:
-        return _absent(x.k), _absent(x.v)
-    dk, dv = (t.new_empty(t.shape, dtype=x.out_dtype) for t in (x.k, x.v))
-    return dk, dv
+def _accumulate_backward_fake(*args: Any) -> None:
+    return None
 
 
 @torch.library.register_fake("relampago::backward_args", lib=library)
@@ -413,7 +404,7 @@ def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int
 
 @register_flop_formula(torch.ops.relampago.accumulate_backward)
 def _accumulate_backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return Work.of_shapes(*_sizes(shapes[7:])).backward_flops
+    return Work.of_shapes(*_sizes(shapes[9:])).backward_flops
 
 
 @register_flop_formula(torch.ops.relampago.tangent)

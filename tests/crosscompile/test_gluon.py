@@ -302,7 +302,9 @@ def test_rows_that_are_held(monkeypatch, row, anew) -> None:
     newest = 0 if OLD or dims(row)[0] < 256 else NEWEST_PARTIAL[not anew]
     check(built, row.plan, newest)
     ptx = built.asm["ptx"]
-    assert len(re.findall(r"st\.global\S*\.v4", ptx)) >= e // 8  # of 64 · e floats, by each warpgroup
+    assert (
+        len(re.findall(r"st\.global\S*\.v4", ptx)) >= e // 8
+    )  # of 64 · e floats, by each warpgroup
     assert anew or len(re.findall(r"ld\.global\S*\.v4", ptx)) >= e // 8
 
 

@@ -310,7 +310,17 @@ def make_language() -> types.ModuleType:
     gl = types.ModuleType("language")
     gl.constexpr = lambda x: x
     gl.tensor, gl.shared_memory_descriptor = object, Memory
-    for name in ("float32", "int1", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float8e4nv"):
+    for name in (
+        "float32",
+        "int1",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bfloat16",
+        "float16",
+        "float8e4nv",
+    ):
         setattr(gl, name, name)
     for name in (
         "BlockedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout",

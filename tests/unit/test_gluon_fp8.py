@@ -70,9 +70,8 @@ def launcher():
     modules["relampago.quant.kernels"] = casts
     root = "relampago.backends.gluon."
     names = (
-        "versions", "channel", "tiles", "held", "softmax", "producer", "sm90_forward", "sm90_values", "sm90_fp8", "combine",
-        "boxes",
-        "launch", "fp8_launch",
+        "versions", "channel", "tiles", "held", "softmax", "producer", "sm90_forward", "sm90_values", "sm90_fp8",
+        "combine", "boxes", "launch", "fp8_launch",
     )  # fmt: skip
     ours = [root + name for name in names]
     before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from relampago.backends.gluon.held import as_held, as_tile
+from relampago.backends.gluon.held import as_tile
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import Size, row_base, sequence
 from relampago.backends.gluon.softmax import LOG2E
@@ -50,8 +50,8 @@ def prepare(
 ):  # fmt: skip
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
-    Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are
-    set to 0.
+    Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are
+    (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are set to 0.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
     size = Size(

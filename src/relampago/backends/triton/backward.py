@@ -38,12 +38,14 @@ def backward(
         dout = dout.to(q.dtype)  # products take one dtype
     natural, dims = A.natural(x), dimensions(q.shape[-1], v.shape[-1])
     dq, dk, dv = results(x)
-    adds_q, adds_k = x.sums is not None, x.sums is not None and x.sums.k is not None
+    adds_q = x.sums is not None
+    adds_k = x.sums is not None and not x.sums.anew
     dbias = bias_buffer(x, deterministic) if wanted.bias else None
     if q.numel() == 0 or k.numel() == 0:
         dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), (), dims)
-        kept = x.sums or ()
-        dq, dk, dv = (t if any(t is total for total in kept) else t.zero_() for t in (dq, dk, dv))
+        dq, dk, dv = (
+            t if kept else t.zero_() for t, kept in ((dq, adds_q), (dk, adds_k), (dv, adds_k))
+        )
         grads = Grads(dq, dk, dv, shrunk(dbias, x), None, dargs)
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
@@ -106,10 +108,9 @@ def backward(
 
 def results(x: Arrays) -> list[Tensor]:
     """dq, dk and dv: those to add to, or new ones."""
-    return [
-        torch.empty(t.shape, dtype=x.out_dtype, device=t.device) if total is None else total
-        for t, total in zip((x.q, x.k, x.v), x.sums or (None, None, None), strict=True)
-    ]
+    if x.sums is not None:
+        return [x.sums.q, x.sums.k, x.sums.v]
+    return [torch.empty(t.shape, dtype=x.out_dtype, device=t.device) for t in (x.q, x.k, x.v)]
 
 
 @functools.lru_cache(maxsize=1024)
