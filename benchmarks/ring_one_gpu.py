@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
@@ -29,23 +32,25 @@ import torch  # noqa: E402
 from ring_before import before  # noqa: E402
 
 import relampago as rl  # noqa: E402
+from relampago import op, tape  # noqa: E402
 from relampago.distributed import ContextParallelPlan, Simulation  # noqa: E402
 
 DRY = "--dry" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"
 HEADS, KV_HEADS, DIM = (8, 2, 16) if DRY else (32, 8, 128)
 DTYPE = torch.float32 if DRY else torch.bfloat16
+DECIDE, TURNED = op._decide, {}
 REPEATS = 2 if DRY else 5
 K = 1024
 
 # (strategy, ranks, tokens, window): the first is the goal's
 CASES: list[tuple[str, int, int, int | None]] = [
     ("ring", 8, 64 * K, None),
-    ("allgather", 8, 64 * K, None),
-    ("ulysses", 8, 64 * K, None),
     ("ring", 4, 64 * K, None),
     ("ring", 2, 64 * K, None),
     ("ring", 8, 128 * K, None),
+    ("allgather", 8, 64 * K, None),
+    ("ulysses", 8, 64 * K, None),
     ("halo", 8, 64 * K, 4095),
     ("ring", 16, 64 * K, None),
     ("ring", 8, 32 * K, None),
@@ -113,6 +118,24 @@ def together(
     return [*run.times], [out.detach(), *grads]
 
 
+def turned(
+    run: Timed, qkv: list[torch.Tensor], dout: torch.Tensor, window: Any
+) -> tuple[list[float], Any]:
+    """Likewise, where steps without a mask begin at another block of keys by tile."""
+    with (
+        mock.patch.object(op, "_decide", with_turns),
+        mock.patch.object(tape, "_known", TURNED),  # launches of its own, to be made again
+    ):
+        return together(run, qkv, dout, window)
+
+
+@functools.lru_cache(maxsize=4096)
+def with_turns(p: Any, *forced: Any) -> Any:
+    """What is chosen, and its plan."""
+    backend, plan = DECIDE(p, *forced)
+    return backend, replace(plan, rotate=1) if p.direction == "forward" else plan
+
+
 def launches(call: Any) -> int:
     """Kernels and copies that a call starts on the device."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
@@ -141,6 +164,8 @@ def compare(case: tuple[str, int, int, int | None], beside: bool) -> dict[str, A
                 return together(run, qkv, dout, window)
 
         calls["before"] = old
+    if beside and not DRY:
+        calls["turned"] = lambda: turned(run, qkv, dout, window)
     row: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "tokens": length, "window": left}
     found = {name: call()[1] for name, call in calls.items()}  # compiles
     names = ("out", "dq", "dk", "dv")
