@@ -31,21 +31,20 @@ def backward(
     deterministic: bool,
 ) -> Grads:
     """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries."""
-    q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
-    dout = A.rows_contiguous(dout)
+    q, k, v, dout = (A.rows_contiguous(t) for t in (x.q, x.k, x.v, dout))
     out = dout if saved.delta is not None else A.rows_contiguous(saved.out)
     if dout.dtype != q.dtype:
         dout = dout.to(q.dtype)  # products take one dtype
     natural, dims = A.natural(x), dimensions(q.shape[-1], v.shape[-1])
     dq, dk, dv = results(x)
-    adds_q = x.sums is not None
-    adds_k = x.sums is not None and not x.sums.anew
+    adds_q, adds_k = x.sums is not None, x.sums is not None and not x.sums.anew
     dbias = bias_buffer(x, deterministic) if wanted.bias else None
     if q.numel() == 0 or k.numel() == 0:
         dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), (), dims)
-        dq, dk, dv = (
-            t if kept else t.zero_() for t, kept in ((dq, adds_q), (dk, adds_k), (dv, adds_k))
-        )
+        if not adds_q:
+            dq.zero_()
+        if not adds_k:
+            dk, dv = dk.zero_(), dv.zero_()
         grads = Grads(dq, dk, dv, shrunk(dbias, x), None, dargs)
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
@@ -94,16 +93,22 @@ def backward(
                 sl, band, extra, stride, A.sparse_of(x, True), *dims, block_q, block_k, natural,
                 how, fused, atomic, one_k, one_v, adds_k,
             )  # fmt: skip
-        if target is not None and adds_q:
-            dq.add_(target, alpha=x.scale)
-        elif target is not None:
-            torch.mul(target, x.scale, out=dq)
+        if target is not None:
+            settle(dq, target, x.scale, adds_q)
     dsinks = None if x.sinks is None else sink_gradient(x, shift, delta, norm, natural)
     dargs: tuple[Tensor | None, ...] = ()
     if any(wanted.mod_args):
         rows = (shift, delta, norm)
         dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), rows, dims)
     return Grads(dq, dk, dv, shrunk(dbias, x), dsinks, dargs)
+
+
+def settle(dq: Tensor, target: Tensor, scale: float, adds: bool) -> None:
+    """dQ out of its sums."""
+    if adds:
+        dq.add_(target, alpha=scale)
+    else:
+        torch.mul(target, scale, out=dq)
 
 
 def results(x: Arrays) -> list[Tensor]:
