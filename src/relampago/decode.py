@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from relampago import validate
-from relampago.api import Options, Packing, prepare
 from relampago.cache import KVCache
+from relampago.lower import prepare
 from relampago.op import forward, forward_op
+from relampago.options import Options, Packing
 from relampago.quant import E4M3
 from relampago.warm import unwatched
 

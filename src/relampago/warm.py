@@ -24,8 +24,9 @@ from relampago.problem import Arrays, Problem
 from relampago.tape import MOST, Like, kind_of, settings
 
 PLAIN = (Tensor, Parameter)
-NAMES = ("q", "k", "v", "sinks", "cu_q", "cu_k")  # the tensors that such a call may have
-Given = Sequence[Any]  # a tensor or None for each of them
+# the tensors that such a call may have; those from lens_k on when it reads a cache
+NAMES = ("q", "k", "v", "sinks", "cu_q", "cu_k", "lens_k", "page_table", "k_scale", "v_scale")
+Given = Sequence[Any]  # a tensor or None for each of them, or for the first six
 
 
 class Known:
@@ -36,7 +37,7 @@ class Known:
     def __init__(self, call: tuple[Any, ...], given: Given) -> None:
         x, facts = op.gather(call)
         self.problem, self.backend, self.plan = op.decide(x, facts)
-        self.present = [name for name, t in zip(NAMES, given, strict=True) if t is not None]
+        self.present = [name for name, t in zip(NAMES, given, strict=False) if t is not None]
         self.arrays = {n: getattr(x, n) for n in Arrays.__slots__ if n not in NAMES}
         self.call = [None if name in NAMES else v for name, v in zip(op.NAMES, call, strict=True)]
         self.like = Like() if self.problem.device.kind == "cuda" else None
@@ -60,7 +61,7 @@ class Known:
     def call_of(self, given: Given) -> list[Any]:
         """What the ops take."""
         call = self.call.copy()
-        for at, t in zip(PLACES, given, strict=True):
+        for at, t in zip(PLACES, given, strict=False):
             call[at] = t
         return call
 
@@ -104,9 +105,10 @@ def key_of(given: Given, options: tuple[Any, ...]) -> Any:
 
     Args:
         given: the call's tensors, as `NAMES` has them; those that are None differ from those that are not.
+            cu_seqlens on the CPU make it None, since their values are checked at each call.
         options: hashable, and all else that the result depends on.
     """
-    if not unwatched():
+    if not unwatched() or host_reads(given[4]) or host_reads(given[5]):
         return None
     parts: list[Any] = [options]
     for t in given:
@@ -118,6 +120,11 @@ def key_of(given: Given, options: tuple[Any, ...]) -> Any:
             parts += kind_of(t)
     parts.append(settings(given[0]))
     return tuple(parts)
+
+
+def host_reads(cu_seqlens: Any) -> bool:
+    """Whether the host reads its values: where it is on the CPU."""
+    return cu_seqlens is not None and not (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda)
 
 
 def _plain(given: Given) -> bool:
@@ -144,14 +151,24 @@ def unwatched() -> bool:
     )
 
 
-def run(key: Any, given: Given, prepare: Callable[[], tuple[Any, ...]]) -> tuple[Tensor, Tensor]:
-    """Out and LSE of the call with this key; `prepare` validates it where none like it has been."""
-    known = _known.get(key)
+def known_of(key: Any, given: Given, prepare: Callable[[], tuple[Any, ...]]) -> Known:
+    """What a call with this key amounts to; `prepare` validates it where none like it has been."""
+    try:
+        known = _known.get(key)
+    except TypeError:  # an option that has no hash, which no call may have
+        prepare()
+        raise
     if known is None:
         known = Known(prepare(), given)
         if len(_known) >= MOST:
             _known.clear()
         _known[key] = known
+    return known
+
+
+def run(key: Any, given: Given, prepare: Callable[[], tuple[Any, ...]]) -> tuple[Tensor, Tensor]:
+    """Out and LSE of the call with this key, see `known_of`."""
+    known = known_of(key, given, prepare)
     q, k, v, sinks, *_ = given
     if torch.is_grad_enabled() and (
         q.requires_grad
