@@ -83,8 +83,7 @@ def attention_decode(
     ) or _long(validated())  # fmt: skip
     if k_new is not None and v_new is not None:
         cache.append(k_new, v_new, counts)
-    with torch.no_grad():
-        out, lse = attend()
+    out, lse = attend()
     return (out, lse) if return_lse else out
 
 
@@ -93,7 +92,12 @@ Attend = Callable[[], tuple[Tensor, Tensor]]
 
 def _long(call: Call) -> Attend:
     """What attends by the op."""
-    return lambda: forward(*call) if warm.unwatched() else forward_op(*call)
+
+    @torch.no_grad()
+    def attend() -> tuple[Tensor, Tensor]:
+        return forward(*call) if warm.unwatched() else forward_op(*call)
+
+    return attend
 
 
 def _short(
@@ -119,4 +123,12 @@ def _short(
     if key is None:
         return None
     known = warm.known_of(key, given, validated)
-    return lambda: known(given)
+    tensors = [t for t in given if t is not None]
+
+    def attend() -> tuple[Tensor, Tensor]:
+        if not warm.recorded(tensors):
+            return known(tensors)
+        with torch.no_grad():
+            return known(tensors)
+
+    return attend

@@ -113,7 +113,7 @@ def rows_before(
     """(shift, delta), shaped like LSE."""
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    shift, delta = (torch.empty(lse.shape, dtype=lse.dtype, device=lse.device) for _ in range(2))
     length, heads = out.shape[-3], out.shape[-2]
     plan = NARROW if dims[3] <= 128 else WIDE
     tiles = triton.cdiv(length, plan.block_q)
@@ -132,7 +132,7 @@ def normaliser(
     """1 / Σ weights of rows with a huge LSE, 1 of others; None where LSE is exact enough, or a larger attention's."""
     if x.shard or not (natural or q.dtype == torch.float32):
         return None
-    norm = torch.empty_like(shift)
+    norm = torch.empty(shift.shape, dtype=shift.dtype, device=shift.device)
     tiles, block_q = cut_queries(x, plan)
     _, block_k = cut_keys(x, plan)
     size = A.size_of(x, tiles, (dims[0] + dims[3]) * q.element_size())
