@@ -79,19 +79,20 @@ class Known:
     def backward(self, wanted: tuple[bool, ...], given: Given) -> Sequence[Tensor | None] | None:
         """Gradients by `wanted` from dout, dlse, out, LSE and the call's own; None where these go the op's way."""
         dout, dlse = given[0], given[1]
-        kinds = kinds_of(given)
-        if kinds is None or is_legacy_batchedtensor(dout):
+        batched = is_legacy_batchedtensor  # autograd does so without a word in `is_grads_batched`
+        if batched(dout) or (dlse is not None and batched(dlse)):
             return None
-        if dlse is not None and is_legacy_batchedtensor(dlse):
+        kinds = kinds_of(given)
+        if kinds is None:
             return None
 
         def anew(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
             dout, *rest = tensors
-            dlse, out, lse, *own = rest if lsed else (None, *rest)
+            dlse, out, lse, *own = (None, *rest) if absent else rest
             return tuple(op.gradients(dout, dlse, out, lse, wanted, self.call_of(own)))
 
-        lsed = dlse is not None
-        tensors = given if lsed else (dout, *given[2:])
+        absent = dlse is None
+        tensors = (dout, *given[2:]) if absent else given
         if self.like is None:
             return anew(tensors)
         return like((self, wanted, settings(dout), *kinds))(tensors, anew)

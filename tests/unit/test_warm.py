@@ -276,6 +276,14 @@ def test_gradients_are_those_of_the_op(taken, options, uses) -> None:
     assert taken["again"] == 1
 
 
+def test_batched_gradients_are_refused_as_by_the_op(taken) -> None:
+    """`is_grads_batched` hands tensors without memory to a backward, and tells nobody."""
+    leaf = make()[0].requires_grad_()
+    out = rl.attention(leaf, leaf, leaf)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for relampago::backward"):
+        torch.autograd.grad(out, leaf, torch.randn(3, *out.shape), is_grads_batched=True)
+
+
 def test_gradient_without_a_graph_is_that_of_the_op(taken) -> None:
     q, k, v = make()
     found = []
