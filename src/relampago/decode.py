@@ -93,9 +93,9 @@ Attend = Callable[[], tuple[Tensor, Tensor]]
 def _long(call: Call) -> Attend:
     """What attends by the op."""
 
-    @torch.no_grad()
     def attend() -> tuple[Tensor, Tensor]:
-        return forward(*call) if warm.unwatched() else forward_op(*call)
+        with torch.no_grad():
+            return forward(*call) if warm.unwatched() else forward_op(*call)
 
     return attend
 

@@ -184,7 +184,7 @@ def _backward(
 def _backward_args(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Any, ...]:
-    x, grads = _gradients(dout, dlse, out, lse, wanted, args)
+    x, grads = gradients(dout, dlse, out, lse, wanted, args)
     return (
         *_returned(x, grads),
         [
@@ -201,20 +201,8 @@ def gradients(
     lse: Tensor,
     wanted: Sequence[bool],
     call: Sequence[Any],
-) -> list[Tensor | None]:
-    """What `backward` gives, but None where it has to give an empty tensor, or where none is wanted."""
-    found = _cast(*_gradients(dout, dlse, out, lse, wanted, call))
-    return [grad if need else None for grad, need in zip(found, wanted, strict=True)]
-
-
-def _gradients(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    wanted: Sequence[bool],
-    call: Sequence[Any],
 ) -> tuple[Arrays, Grads]:
+    """The arrays of a call, and their gradients as its backend gives them; `in_dtype` is what is left to do."""
     x, facts = gather(call)
     if facts.precision is not None and x.q.dtype != E4M3:
         x, facts = replace(x, precision=None), facts._replace(precision=None, plan=())
@@ -273,10 +261,10 @@ def _backward_tangent(
 
 def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
     """Gradients of the inputs as an op returns them."""
-    return tuple(_absent(x.q) if grad is None else grad for grad in _cast(x, grads))
+    return tuple(_absent(x.q) if grad is None else grad for grad in in_dtype(x, grads))
 
 
-def _cast(x: Arrays, grads: Grads) -> list[Tensor | None]:
+def in_dtype(x: Arrays, grads: Grads) -> list[Tensor | None]:
     """Gradients of the inputs in the dtype that they are held in."""
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
     return [

@@ -89,7 +89,8 @@ class Known:
         def anew(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
             dout, *rest = tensors
             dlse, out, lse, *own = (None, *rest) if absent else rest
-            return tuple(op.gradients(dout, dlse, out, lse, wanted, self.call_of(own)))
+            found = op.in_dtype(*op.gradients(dout, dlse, out, lse, wanted, self.call_of(own)))
+            return tuple([t if need else None for t, need in zip(found, wanted, strict=True)])
 
         absent = dlse is None
         tensors = (dout, *given[2:]) if absent else given
