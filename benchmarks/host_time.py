@@ -5,7 +5,8 @@
 
 Columns, in microseconds of a call: warm, until the call returns; by Triton's own launches (`tape` kept from playing);
 of backwards, by autograd in the calling thread, which spares the way to its device's thread and back; until the device
-is done, which is more than "warm" where kernels outlast their calls; and how many launches a call makes.
+is done, which is more than "warm" where kernels outlast their calls; how many launches a call makes; and how long
+relampago's own part of a backward takes in its device's thread, and in the calling one.
 
 Medians in one process. All rows and columns take turns, in alternating order, each for a short run of calls: a moment
 in which the machine is slow is then no row's own. A run's launches are far from filling a queue (1024), and the device
@@ -35,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import relampago as rl
-from relampago import tape
+from relampago import tape, warm
 from relampago.cache import CacheView
 
 GOAL = 25.0  # µs above an empty launch
@@ -134,6 +135,28 @@ def ways_of(name: str, device: bool) -> list[str]:
     return ["warm", *(["triton"] if own_row else []), *(["thread"] if threads else [])]
 
 
+def inside(call: Call, way: str, wait: Call | None) -> float:
+    """µs of relampago's own part of a backward: its key, its launches, what it allocates."""
+    found: list[float] = []
+    backward = warm.Known.backward
+
+    def watched(self: warm.Known, *given: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return backward(self, *given)
+        finally:
+            found.append((time.perf_counter() - start) * 1e6)
+
+    warm.Known.backward = watched
+    try:
+        with WAYS[way]():
+            for _ in range(ROUNDS):
+                clock(call, wait)
+    finally:
+        warm.Known.backward = backward
+    return round(statistics.median(found), 2)
+
+
 def launches(call: Call, device: str) -> int:
     """How many kernels, copies and fills a call starts."""
     if device == "cpu":
@@ -207,6 +230,10 @@ def measure(device: str) -> dict[str, dict[str, float]]:
     calls = {**peers(device, draw), **own(device, draw)}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         rows = timed(calls, wait)
+        for name, call in calls.items():
+            if name.endswith(BACKWARD) and not name.startswith(PEERS):
+                rows[name]["inside"] = inside(call, "warm", wait)
+                rows[name]["inside thread"] = inside(call, "thread", wait)
         for name, call in calls.items():  # at the end: the profiler leaves its traces
             rows[name]["launches"] = launches(call, device)
     return rows
@@ -215,10 +242,11 @@ def measure(device: str) -> dict[str, dict[str, float]]:
 def show(rows: dict[str, dict[str, float]]) -> None:
     """One table, in microseconds."""
     floor = rows["empty Triton launch"]["warm"]
-    heads = ("warm", "above empty", "by Triton", "one thread", "until done", "launches")
-    print(f"{'µs a call':46}" + "".join(f"{head:>12}" for head in heads))
+    heads = ("above empty", "by Triton", "one thread", "until done", "inside", "in one", "launches")
+    print(f"{'µs a call':46}{'warm':>12}" + "".join(f"{head:>12}" for head in heads))
     for name, row in rows.items():
-        cells = (row["warm"], row["warm"] - floor, *map(row.get, ("triton", "thread", "done")))
+        others = ("triton", "thread", "done", "inside", "inside thread")
+        cells = (row["warm"], row["warm"] - floor, *map(row.get, others))
         text = "".join(f"{'' if cell is None else format(cell, '.1f'):>12}" for cell in cells)
         print(f"{name:46}{text}{row['launches']:12}")
 
