@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from relampago import validate
-from relampago.api import Options, prepare
 from relampago.backends import Holding
 from relampago.derivatives import run
+from relampago.lower import prepare
 from relampago.op import (
     accumulate_backward_op,
     accumulate_op,
@@ -24,6 +24,7 @@ from relampago.op import (
     decide_backward,
     gather,
 )
+from relampago.options import Options
 from relampago.problem import Held, HeldOut, Saved, accumulate_dtype
 
 
