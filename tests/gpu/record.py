@@ -45,10 +45,12 @@ class Record:
 
 
 def _cause(report: pytest.TestReport) -> str:
-    """The first line of what was raised."""
+    """The first line of what was raised, or of what pytest marks."""
     crash: Any = getattr(report.longrepr, "reprcrash", None)
-    text = report.longreprtext if crash is None else crash.message
-    return (text.strip().splitlines() or [""])[0]
+    if crash is not None:
+        return crash.message.split("\n")[0]
+    lines = report.longreprtext.splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])
 
 
 def watch(config: pytest.Config) -> None:
