@@ -50,7 +50,8 @@ def _cause(report: pytest.TestReport) -> str:
     if crash is not None:
         return crash.message.split("\n")[0]
     lines = report.longreprtext.splitlines()
-    return next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])
+    marked = (line[1:].strip() for line in lines if line.startswith("E  "))
+    return next(marked, (lines or [""])[-1])
 
 
 def watch(config: pytest.Config) -> None:
