@@ -5,7 +5,8 @@
 Virtual ranks run the programs they would run on a cluster (relampago.distributed.simulator); messages are handed over
 without a copy. What is compared is the time of all ranks' steps together with that of one call on the whole sequence:
 kernel efficiency, merging included, no links. The goal for 64k tokens on 8 ranks, zigzag ring, is a ratio of at most
-1.10. Beside it: the difference from one device's result, and the merge timed alone. `--dry` runs on a CPU, tiny.
+1.10. Beside it: the difference from one device's result, and the merge timed alone; of the goal's case also the ring as
+it was (`ring_before.py`), and how many kernels each starts. `--dry` runs on a CPU, tiny.
 
 The first argument is a budget in seconds: cases are ordered by weight, and what does not fit is left out and named.
 """
@@ -14,36 +15,42 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "src"))
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
 import torch  # noqa: E402
+from ring_before import before  # noqa: E402
 
 import relampago as rl  # noqa: E402
+from relampago import op, tape  # noqa: E402
 from relampago.distributed import ContextParallelPlan, Simulation  # noqa: E402
 
 DRY = "--dry" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"
 HEADS, KV_HEADS, DIM = (8, 2, 16) if DRY else (32, 8, 128)
 DTYPE = torch.float32 if DRY else torch.bfloat16
+DECIDE, TURNED = op._decide, {}
 REPEATS = 2 if DRY else 5
 K = 1024
 
 # (strategy, ranks, tokens, window): the first is the goal's
 CASES: list[tuple[str, int, int, int | None]] = [
     ("ring", 8, 64 * K, None),
-    ("allgather", 8, 64 * K, None),
-    ("ulysses", 8, 64 * K, None),
     ("ring", 4, 64 * K, None),
     ("ring", 2, 64 * K, None),
     ("ring", 8, 128 * K, None),
+    ("allgather", 8, 64 * K, None),
+    ("ulysses", 8, 64 * K, None),
     ("halo", 8, 64 * K, 4095),
     ("ring", 16, 64 * K, None),
     ("ring", 8, 32 * K, None),
@@ -75,23 +82,6 @@ def tensors(length: int) -> list[torch.Tensor]:
     ]
 
 
-def alone(qkv: list[torch.Tensor], dout: torch.Tensor, window: Any) -> dict[str, Any]:
-    """One device, the whole sequence."""
-    forward, backward = [], []
-    out, grads = None, None
-    for _ in range(REPEATS + 1):
-        before = clock()
-        out = rl.attention(*qkv, causal=True, window=window)
-        middle = clock()
-        grads = torch.autograd.grad(out, qkv, dout)
-        forward.append(middle - before)
-        backward.append(clock() - middle)
-    return {
-        "forward": statistics.median(forward[1:]), "backward": statistics.median(backward[1:]),
-        "results": [out, *(grads or ())],
-    }  # fmt: skip
-
-
 class Timed(Simulation):
     """A simulation that times all ranks' programs together, sharding and joining apart.
 
@@ -109,38 +99,101 @@ class Timed(Simulation):
         return results
 
 
-def spread(
-    strategy: str, ranks: int, length: int, qkv: Any, dout: torch.Tensor, window: Any
-) -> dict[str, Any]:
-    """Virtual ranks: the time of all their steps, forward and backward."""
-    run = Timed(ContextParallelPlan(ranks, length, strategy=strategy))
-    results: Any = None
-    for _ in range(REPEATS + 1):
-        out = run.attention(*qkv, causal=True, window=window)
-        results = [out, *torch.autograd.grad(out, qkv, dout)]
-    return {
-        "forward": statistics.median(run.times[2::2]), "backward": statistics.median(run.times[3::2]),
-        "results": results,
-    }  # fmt: skip
+def alone(qkv: list[torch.Tensor], dout: torch.Tensor, window: Any) -> tuple[list[float], Any]:
+    """One device, the whole sequence: seconds of forward and backward, and the results."""
+    before = clock()
+    out = rl.attention(*qkv, causal=True, window=window)
+    middle = clock()
+    grads = torch.autograd.grad(out, qkv, dout)
+    return [middle - before, clock() - middle], [out.detach(), *grads]
 
 
-def compare(case: tuple[str, int, int, int | None]) -> dict[str, Any]:
+def together(
+    run: Timed, qkv: list[torch.Tensor], dout: torch.Tensor, window: Any
+) -> tuple[list[float], Any]:
+    """Virtual ranks: the time of all their steps."""
+    run.times.clear()
+    out = run.attention(*qkv, causal=True, window=window)
+    grads = torch.autograd.grad(out, qkv, dout)
+    return [*run.times], [out.detach(), *grads]
+
+
+def turned(
+    run: Timed, qkv: list[torch.Tensor], dout: torch.Tensor, window: Any
+) -> tuple[list[float], Any]:
+    """Likewise, where steps without a mask begin at another block of keys by tile."""
+    with (
+        mock.patch.object(op, "_decide", with_turns),
+        mock.patch.object(tape, "_known", TURNED),  # launches of its own, to be made again
+    ):
+        return together(run, qkv, dout, window)
+
+
+@functools.lru_cache(maxsize=4096)
+def with_turns(p: Any, *forced: Any) -> Any:
+    """What is chosen, and its plan."""
+    backend, plan = DECIDE(p, *forced)
+    return backend, replace(plan, rotate=1) if p.direction == "forward" else plan
+
+
+def launches(call: Any) -> int:
+    """Kernels and copies that a call starts on the device."""
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
+
+
+def compare(case: tuple[str, int, int, int | None], beside: bool) -> dict[str, Any]:
+    """All contestants in one loop, in turns that go round: the card's clock moves with its power."""
     strategy, ranks, length, left = case
     window = None if left is None else (left, None)
     qkv = tensors(length)
     dout = torch.randn_like(qkv[0])
-    one = alone(qkv, dout, window)
-    many = spread(strategy, ranks, length, qkv, dout, window)
-    errors = [
-        ((a - b).float().norm() / b.float().norm()).item()
-        for a, b in zip(many.pop("results"), one.pop("results"), strict=True)
-    ]
-    return {
-        "strategy": strategy, "ranks": ranks, "tokens": length, "window": left,
-        "one_ms": {k: v * 1e3 for k, v in one.items()}, "sum_ms": {k: v * 1e3 for k, v in many.items()},
-        "forward_ratio": many["forward"] / one["forward"], "backward_ratio": many["backward"] / one["backward"],
-        "difference": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)),
-    }  # fmt: skip
+    run = Timed(ContextParallelPlan(ranks, length, strategy=strategy))
+    calls = {
+        "one": lambda: alone(qkv, dout, window),
+        "sum": lambda: together(run, qkv, dout, window),
+    }
+    if beside:
+
+        def old() -> tuple[list[float], Any]:
+            with before(not DRY):
+                return together(run, qkv, dout, window)
+
+        calls["before"] = old
+    if beside and not DRY:
+        calls["turned"] = lambda: turned(run, qkv, dout, window)
+    row: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "tokens": length, "window": left}
+    found = {name: call()[1] for name, call in calls.items()}  # compiles
+    names = ("out", "dq", "dk", "dv")
+    row["difference"] = {
+        name: ((a - b).float().norm() / b.float().norm()).item()
+        for name, a, b in zip(names, found["sum"], found["one"], strict=True)
+    }
+    del found
+    if beside and not DRY:
+        row["launches"] = {name: launches(call) for name, call in calls.items()}
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(REPEATS):
+        for name in order:
+            times[name].append(calls[name]()[0])
+        order = [*order[1:], order[0]]
+    median = {
+        name: [statistics.median(t) for t in zip(*all_, strict=True)]
+        for name, all_ in times.items()
+    }
+    one = median.pop("one")
+    row["one_ms"] = dict(zip(("forward", "backward"), (t * 1e3 for t in one), strict=True))
+    for name, (forward, backward) in median.items():
+        row[name] = {
+            "forward_ms": forward * 1e3, "backward_ms": backward * 1e3, "forward_ratio": forward / one[0],
+            "backward_ratio": backward / one[1], "ratio": (forward + backward) / sum(one),
+        }  # fmt: skip
+    return row
 
 
 def fold_cost() -> dict[str, float]:
@@ -169,7 +222,7 @@ def main() -> None:
             continue
         begun = time.monotonic()
         try:
-            row = compare(case)
+            row = compare(case, beside=case == CASES[0])
         except Exception as error:  # the other cases still count
             row = {
                 "strategy": case[0],

@@ -10,6 +10,7 @@ happen inside, where sizes are concrete. Which op is the derivative of which sta
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -64,10 +65,10 @@ library.define(f"forward({INPUTS}) -> (Tensor, Tensor)")
 # anew: what stands in `whole` counts for nothing
 library.define(f"accumulate(Tensor(a!) whole, Tensor(b!) whole_lse, bool anew, {INPUTS}) -> ()")
 library.define(f"backward({_BACKWARD}) -> ({_GRADIENTS})")
-# dkv: dk and dv to add to, or none, which are then returned; delta: out and dlse are not read
+# anew: what stands in dk and dv counts for nothing; delta: out and dlse are not read
 library.define(
-    f"accumulate_backward(Tensor(a!) dq, Tensor(b!)[] dkv, Tensor dout, Tensor out, Tensor lse, Tensor? dlse, "
-    f"Tensor? delta, {INPUTS}) -> (Tensor, Tensor)"
+    f"accumulate_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, bool anew, Tensor dout, Tensor out, "
+    f"Tensor lse, Tensor? dlse, Tensor? delta, {INPUTS}) -> ()"
 )
 # the same with gradients of mod_args: `wanted` goes on with an entry for each
 library.define(f"backward_args({_BACKWARD}) -> ({_GRADIENTS}, Tensor[])")
@@ -82,7 +83,7 @@ tangent_op = torch.ops.relampago.tangent.default
 backward_tangent_op = torch.ops.relampago.backward_tangent.default
 
 
-def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
+def gather(args: Sequence[Any]) -> tuple[Arrays, Facts]:
     """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
     (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, q_scale, k_scale, v_scale,
      blocks, mod_args, sizes, text) = args  # fmt: skip
@@ -180,7 +181,8 @@ def _accumulate(whole: Tensor, whole_lse: Tensor, anew: bool, *args: Any) -> tup
     if out is whole:
         return ()
     if anew:
-        whole.copy_(out), whole_lse.copy_(lse)
+        whole.copy_(out)
+        whole_lse.copy_(lse)
     else:
         fold_(whole, whole_lse, out, lse)
     return ()
@@ -209,7 +211,26 @@ def _backward(
 def _backward_args(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Any, ...]:
-    x, facts = gather(args)
+    x, grads = gradients(dout, dlse, out, lse, wanted, args)
+    return (
+        *_returned(x, grads),
+        [
+            _absent(x.q) if grad is None else grad.to(source.dtype)
+            for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
+        ],
+    )
+
+
+def gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[bool],
+    call: Sequence[Any],
+) -> tuple[Arrays, Grads]:
+    """The arrays of a call, and their gradients as its backend gives them; `in_dtype` is what is left to do."""
+    x, facts = gather(call)
     if facts.precision is not None and x.q.dtype != E4M3:
         x, facts = replace(x, precision=None), facts._replace(precision=None, plan=())
         if (
@@ -223,39 +244,29 @@ def _backward_args(
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
     grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
-    return (
-        *_returned(x, grads),
-        [
-            _absent(x.q) if grad is None else grad.to(source.dtype)
-            for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
-        ],
-    )
+    return x, grads
 
 
 @torch.library.impl(library, "accumulate_backward", "CompositeExplicitAutograd")
-def accumulate_backward(*args: Any) -> tuple[Tensor, Tensor]:
+def accumulate_backward(*args: Any) -> None:
     """What `relampago::accumulate_backward` does."""
-    return again("accumulate_backward", args, _accumulate_backward)
+    again("accumulate_backward", args, _accumulate_backward)
 
 
 def _accumulate_backward(
-    dq: Tensor, dkv: list[Tensor], dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    delta: Tensor | None, *args: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq: Tensor, dk: Tensor, dv: Tensor, anew: bool, dout: Tensor, out: Tensor, lse: Tensor,
+    dlse: Tensor | None, delta: Tensor | None, *args: Any,
+) -> tuple[()]:  # fmt: skip
     x, facts = gather(args)
-    x.sums = Sums(dq, *dkv)
+    x.sums = Sums(dq, dk, dv, anew)
     problem, backend, plan = decide_backward(x, facts)
     _refuse_held(dq, x, backend)
     grads = backend.backward(problem, plan, x, Saved(out, lse, delta), dout, dlse, Wanted())
-    new: list[Tensor] = []
-    for total, grad in zip(x.sums, grads[:3], strict=True):
+    for total, grad, written in ((dq, grads.q, False), (dk, grads.k, anew), (dv, grads.v, anew)):
         assert grad is not None
-        if total is None:
-            new.append(grad.to(x.out_dtype))
-        elif grad is not total:
-            total.add_(grad)
-    dk, dv = new or (_absent(x.k), _absent(x.v))
-    return dk, dv
+        if grad is not total:
+            total.copy_(grad) if written else total.add_(grad)
+    return ()
 
 
 @torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
@@ -299,11 +310,16 @@ def _backward_tangent(
 
 def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
     """Gradients of the inputs as an op returns them."""
+    return tuple(_absent(x.q) if grad is None else grad for grad in in_dtype(x, grads))
+
+
+def in_dtype(x: Arrays, grads: Grads) -> list[Tensor | None]:
+    """Gradients of the inputs in the dtype that they are held in."""
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
-    return tuple(
-        _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
+    return [
+        None if source is None or grad is None else grad.to(x.dtype or source.dtype)
         for grad, source in zip(grads[:5], inputs, strict=True)
-    )
+    ]
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -378,12 +394,8 @@ def _accumulate_fake(*args: Any) -> None:
 
 
 @torch.library.register_fake("relampago::accumulate_backward", lib=library)
-def _accumulate_backward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    x, _ = gather(args[7:])
-    if args[1]:
-        return _absent(x.k), _absent(x.v)
-    dk, dv = (t.new_empty(t.shape, dtype=x.out_dtype) for t in (x.k, x.v))
-    return dk, dv
+def _accumulate_backward_fake(*args: Any) -> None:
+    return None
 
 
 @torch.library.register_fake("relampago::backward_args", lib=library)
@@ -411,7 +423,7 @@ def _accumulate_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int
 
 @register_flop_formula(torch.ops.relampago.accumulate_backward)
 def _accumulate_backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return Work.of_shapes(*_sizes(shapes[7:])).backward_flops
+    return Work.of_shapes(*_sizes(shapes[9:])).backward_flops
 
 
 @register_flop_formula(torch.ops.relampago.tangent)

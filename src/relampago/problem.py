@@ -196,11 +196,12 @@ class Saved(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients that other shards gave, in fp32 (fp64 for fp64 input), to be added to; None: returned anew instead."""
+    """Gradients that other shards gave, in fp32 (fp64 for fp64 input), to be added to."""
 
     q: Tensor  # (B, Lq, H, D), or what `Holding.hold` gave
-    k: Tensor | None = None
-    v: Tensor | None = None
+    k: Tensor  # (B, Lk, G, D)
+    v: Tensor  # (B, Lk, G, E)
+    anew: bool = False  # what stands in k and v counts for nothing
 
 
 class Held(NamedTuple):

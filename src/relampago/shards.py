@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from relampago import validate
-from relampago.api import Options, prepare
 from relampago.backends import Holding
 from relampago.derivatives import run
+from relampago.lower import prepare
 from relampago.op import (
     accumulate_backward_op,
     accumulate_op,
@@ -24,6 +24,7 @@ from relampago.op import (
     decide_backward,
     gather,
 )
+from relampago.options import Options
 from relampago.problem import Held, HeldOut, Saved, accumulate_dtype
 
 
@@ -112,13 +113,22 @@ def partial_backward(
     dq, dk, dv = into
     alone = (dk is None) == (dv is None)
     validate.require([("into", "has one of dk and dv", "both or none", alone)])
-    found = {n: t for n, t in zip(("dq", "dk", "dv"), into, strict=True) if t is not None}
+    anew = dk is None or dv is None
+    if dk is None or dv is None:
+        dk, dv = new_gradients(k, v)
+    found = {"dq": dq, "dk": dk, "dv": dv}
     shapes = {"dq": tuple(q.shape), "dk": tuple(k.shape), "dv": tuple(v.shape)}
     given = (k, v, dout, out, lse, dlse, call.bias, call.sinks, *call.mod_args)
     validate.into(found, shapes, q, *given)
-    keys = [] if dk is None or dv is None else [dk, dv]
-    new = accumulate_backward_op(dq, keys, dout, out, lse, dlse, None, *call)
-    return dq, *(keys or new)
+    accumulate_backward_op(dq, dk, dv, anew, dout, out, lse, dlse, None, *call)
+    return dq, dk, dv
+
+
+def new_gradients(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for dK and dV, side by side as k and v travel: (B, Lk, G, D) and (B, Lk, G, E) of one tensor."""
+    dim = k.shape[-1]
+    both = k.new_empty((*k.shape[:3], dim + v.shape[-1]), dtype=accumulate_dtype(k.dtype))
+    return both[..., :dim], both[..., dim:]
 
 
 class Merged:
@@ -241,7 +251,7 @@ class Rows:
 
     def add(
         self, rows: slice, k: Tensor, v: Tensor, *, offset: int | None = None,
-        into: tuple[Tensor, Tensor] | None = None, **options: Any,
+        into: tuple[Tensor, Tensor] | None = None, anew: bool = False, **options: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(dk, dv) of one shard by rows [rows.start, rows.stop), whose dQ is added up here.
 
@@ -251,19 +261,21 @@ class Rows:
             v: the shard's values.
             offset: position of the slice's first row minus that of the shard's first key.
             into: (dk, dv) to add to; None returns new ones.
+            anew: write to `into`, whatever stands there.
             options: what is this shard's alone, its mask above all.
         """
         q, dout = self.q[:, rows], self.dout[:, rows]
         call = prepare(q, k, v, Options(**self.options, **options), offset=offset, shard=True)
-        keys = list(into or ())
+        dk, dv = into or new_gradients(k, v)
         held = self._part(rows)
         if held is None:
             dq, lse = self._rest()[:, rows], self.lse[:, :, rows]
             delta = self._delta()[:, :, rows]
         else:
             dq, lse, delta, _ = held
-        new = accumulate_backward_op(dq, keys, dout, dout, lse, None, delta, *call)
-        return into or new
+        anew = anew or into is None
+        accumulate_backward_op(dq, dk, dv, anew, dout, dout, lse, None, delta, *call)
+        return dk, dv
 
     def finish(self) -> Tensor:
         """dQ of all rows, in q's dtype."""

@@ -171,9 +171,10 @@ def test_rows_that_are_held(monkeypatch, row) -> None:
     dim, dim_v = dims(row)
     held = torch.zeros(1, 4, 1024 * dim)[..., 256 * dim : 768 * dim]
     facts = torch.zeros(1, 4, 1024)[..., 256:768]
+    keys = torch.zeros(1, 512, 2, dim + dim_v).split([dim, dim_v], -1)
     # at d 64 causal's own row has blocks of 128, so that this one serves it too
     for mask in {reached(row), "causal" if dim == 64 else reached(row)}:
-        more = {"dtype": torch.float32, "sums": Sums(held), "known": facts}
+        more = {"dtype": torch.float32, "sums": Sums(held, *keys, anew=True), "known": facts}
         built = build(monkeypatch, row, mask, **more)
         assert list(built) == ["by_keys"]
         check(built, row)

@@ -21,6 +21,7 @@ from triton import knobs
 import relampago as rl
 from relampago import start, tape, warm
 from relampago.backends.gluon import launch as gluon_launch
+from relampago.cache import CacheView
 from relampago.shards import Rows
 
 pytestmark = [
@@ -132,6 +133,36 @@ def shards(q, k, v):
     return rl.partial(q, k, v, into=(out, lse), causal=True, backend="triton")
 
 
+def cached(**options: Any):
+    def call(q, k, v):
+        lengths = torch.full((1,), k.shape[1], dtype=torch.int32)
+        return rl.attention_decode(q, CacheView(k, v, lengths), return_lse=True, **options)
+
+    return call
+
+
+def paged(q, k, v):
+    k, v = (t.view(-1, 64, *t.shape[2:]) for t in (k, v))
+    table = torch.arange(k.shape[0], dtype=torch.int32)[None]
+    lengths = torch.full((1,), 64 * k.shape[0], dtype=torch.int32)
+    return rl.attention_decode(q, CacheView(k, v, lengths, table), return_lse=True)
+
+
+def in_fp8(q, k, v):
+    lengths, scale = torch.full((1,), k.shape[1], dtype=torch.int32), torch.ones(k.shape[2])
+    view = CacheView(*(t.to(torch.float8_e4m3fn) for t in (k, v)), lengths, None, scale, scale)
+    return rl.attention_decode(q, view, return_lse=True)
+
+
+def packed_steps(q, k, v):
+    cu, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [k.shape[1]]))
+    more = {"cu_seqlens_q": cu, "max_seqlen_q": 1}
+    return rl.attention_decode(q[0], CacheView(k, v, lengths), return_lse=True, **more)
+
+
+STEP = {"length": 1, "heads": 8, "kv_heads": 2, "keys": 4096}
+
+
 def added(q, k, v, dout):
     sums = torch.zeros(1, 64, 4, 64), torch.zeros(1, 64, 4, 64), torch.zeros(1, 64, 4, 64)
     lse = torch.zeros(1, 4, 64)
@@ -154,7 +185,11 @@ CALLS = {
     "triton-into": (shards, {}),
     "triton-added": (added, {"dout": True}),
     "gluon-held": (held, {"dout": True}),
-    "decode": (forward(), {"length": 1, "heads": 8, "kv_heads": 2, "keys": 4096}),
+    "decode": (forward(), STEP),
+    "cache": (cached(window=(300, 0), sinks=torch.zeros(8)), STEP),
+    "cache-pages": (paged, STEP),
+    "cache-fp8": (in_fp8, STEP),
+    "cache-packed": (packed_steps, STEP),
 }
 
 
@@ -226,6 +261,27 @@ def test_keys_that_are_the_values_are_two_tensors_the_next_time(card, played) ->
         want, results = run(call, [q, k, v])
     assert_alike(want, again, [q, k, v, *results], [q, k, v, *found])
     assert_alike(again, want, [q, k, v, *found], [q, k, v, *results])
+
+
+@pytest.mark.pinned
+def test_saved_tensors_that_come_back_otherwise_are_another_call(card, played) -> None:
+    """`saved_tensors_hooks` may give a backward other strides than the forward had."""
+    call = gradients(causal=True, backend="triton")
+    given = [[*draw(), torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)] for _ in range(2)]
+    for _ in range(3):
+        run(call, given[0])
+    played.clear()
+
+    def turned(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 4 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, turned):
+        for _ in range(3):
+            found, results = run(call, given[1])
+        with cold():
+            want, cold_results = run(call, given[1])
+    assert played == [True, True, True, True]  # three forwards, and the third backward
+    assert_alike(want, found, given[1] + cold_results, given[1] + results)
 
 
 def warmed(backend: str = "triton"):
@@ -382,3 +438,15 @@ def test_what_cannot_be_written_down_is_done_anew(card, played, name) -> None:
         known([torch.full((3,), float(n))], anew)
     assert known.why_not
     assert known.played is None
+
+
+def test_hopper_leaves_a_result_as_it_is_for_a_shard_without_keys(card) -> None:
+    q, k, v = draw()
+    whole = torch.randn(1, 64, 4, 64), torch.randn(1, 4, 64)
+    kept = [t.clone() for t in whole]
+    none = k[:, :0], v[:, :0]
+    rl.partial(q, *none, into=whole, backend="gluon_sm90")
+    assert all(torch.equal(a, b) for a, b in zip(whole, kept, strict=True))
+    dq, dk, dv = rl.partial_backward(q, q, *none, *whole, backend="gluon_sm90")
+    assert not dq.any()
+    assert dk.shape == dv.shape == none[0].shape

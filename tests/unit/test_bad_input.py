@@ -118,7 +118,7 @@ def test_merge_and_partial_backward() -> None:
         rl.partial_backward(q, q, k, v, q, lse, into=(q, k, None))
     with pytest.raises(rl.InvalidInput, match=r"into's dv has shape \(2, 8, 4, 16\); expected"):
         rl.partial_backward(q, q, k, v, q, lse, into=(q, k, q))
-    with pytest.raises(rl.InvalidInput, match="into's dq has dtype torch.float64; expected"):
+    with pytest.raises(rl.InvalidInput, match=r"into's dq has dtype torch\.float64; expected"):
         rl.partial_backward(q, q, k, v, q, lse, into=(q.double(), None, None))
 
 

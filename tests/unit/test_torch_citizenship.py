@@ -63,13 +63,12 @@ def test_opcheck_of_folding_into_a_result() -> None:
     torch.library.opcheck(accumulate_op, (out, lse, False, *call))
 
 
-@pytest.mark.parametrize("keys", [True, False])
-def test_opcheck_of_adding_to_gradients(keys) -> None:
+@pytest.mark.parametrize("anew", [True, False])
+def test_opcheck_of_adding_to_gradients(anew) -> None:
     call = prepare(*make(), Options(causal=True), shard=True)
     out, lse = forward_op(*call)
     sums = [torch.zeros_like(t) for t in call[:3]]
-    dkv = sums[1:] if keys else []
-    args = (sums[0], dkv, torch.ones_like(out), out, lse, None, None, *call)
+    args = (*sums, anew, torch.ones_like(out), out, lse, None, None, *call)
     torch.library.opcheck(accumulate_backward_op, args)
 
 

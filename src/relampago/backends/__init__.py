@@ -84,7 +84,7 @@ class Holding(Protocol):
     def hold(
         self, p: Problem, plan: Plan, x: Arrays, saved: Saved, dout: Tensor, dlse: Tensor | None
     ) -> Held | None:
-        """Rows with a dQ of 0, for the backward to take as x.sums.q, saved.lse and saved.delta; None if it adds otherwise."""
+        """Rows with a dQ of 0, for the backward to take as x.sums.q, saved.lse and saved.delta; None as above."""
         ...
 
     def release(self, p: Problem, plan: Plan, x: Arrays, held: Held) -> Tensor:

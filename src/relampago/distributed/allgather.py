@@ -118,7 +118,10 @@ def backward(
     heads: int,
     step: str,
 ) -> Program:
-    """Returns (dq, dk, dv): dq in q's dtype, the others in fp32. Keys are gathered again: saving them would cost P times the memory."""
+    """Returns (dq, dk, dv): dq in q's dtype, the others in fp32.
+
+    Keys are gathered again: saving them would cost P times the memory.
+    """
     q, k, v = x.q, x.k, x.v
     dim, group, wide = q.shape[-1], q.shape[2] // k.shape[2], accumulate_dtype(q.dtype)
     pieces = pieces_of(layout, members, link.rank, sight)

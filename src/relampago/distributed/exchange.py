@@ -54,29 +54,18 @@ class Block(NamedTuple):
     start: int
     kv: Tensor
 
+    @property
+    def span(self) -> Span:
+        """[start, stop)."""
+        return self.start, self.start + self.kv.shape[1]
+
     def take(self, start: int, stop: int) -> Tensor:
         """Keys [start, stop)."""
         return self.kv[:, start - self.start : stop - self.start]
 
-
-class Share(NamedTuple):
-    """Gradients of keys [start, start + n) of some rank's block: dk (B, n, G, D) and dv (B, n, G, E)."""
-
-    start: int
-    dk: Tensor
-    dv: Tensor
-
-    def add_to(self, block: Block) -> None:
-        """Add to a block that holds these keys."""
-        target, dim = block.take(self.start, self.start + self.dk.shape[1]), self.dk.shape[-1]
-        target[..., :dim] += self.dk
-        target[..., dim:] += self.dv
-
-    def take_from(self, block: Block) -> None:
-        """Add what a block holds, all of whose keys are among these."""
-        at, dim = block.start - self.start, self.dk.shape[-1]
-        self.dk[:, at : at + block.kv.shape[1]] += block.kv[..., :dim]
-        self.dv[:, at : at + block.kv.shape[1]] += block.kv[..., dim:]
+    def add(self, other: Block) -> None:
+        """Add what another holds of some of these keys."""
+        self.take(*other.span).add_(other.kv)
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
@@ -115,7 +104,7 @@ def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step
     wide = accumulate_dtype(q.dtype)
     held = {rank: Block(0, pack(x.k, x.v))}
     grads: dict[int, Block] = {}  # of other ranks' keys
-    rows, own = x.rows(scores, x.k, x.v), None
+    rows, own, dim = x.rows(scores, x.k, x.v), None, q.shape[-1]
     for number, slot in enumerate(schedule.slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
         sends += [(m.peer, grads.pop(m.owner).take(m.start, m.stop)) for m in slot.grad_sends]
@@ -133,7 +122,7 @@ def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step
             block = Block(message.start, tensor)
             if message.owner == rank:
                 assert own is not None
-                own.take_from(block)
+                own.add(block)
             else:
                 grads[message.owner] = block
         for work in slot.work:
@@ -141,43 +130,37 @@ def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step
                 grads[work.owner] = _joined(work.grads, shares[work.owner], grads.get(work.owner))
         _forget(schedule, held, number)
     assert own is not None
-    return rows.finish(), own.dk, own.dv
+    return rows.finish(), own.kv[..., :dim], own.kv[..., dim:]
 
 
-def _share(work: Work, block: Block, x: Whole, rows: Rows, whole: bool) -> Share:
-    """This rank's part of a block's gradients, of at least the keys it sees; of all in `work.grads` if `whole`."""
+def _share(work: Work, block: Block, x: Whole, rows: Rows, whole: bool) -> Block:
+    """This rank's part of a block's gradients, of the keys it sees or more; of all in `work.grads` if `whole`."""
     dim, (start, stop) = x.q.shape[-1], work.grads
-    single = len(work.pieces) == 1 and (work.pieces[0].keys == slice(start, stop) or not whole)
-    if single:  # kernels store what they would add to zeros
-        (piece,) = work.pieces
-        keys = block.take(piece.keys.start, piece.keys.stop)
-        shard = rows.add(piece.rows, keys[..., :dim], keys[..., dim:], **piece.options(x.q.device))
-        return Share(piece.keys.start, *shard)
-    wide, shape = accumulate_dtype(x.q.dtype), (x.k.shape[0], stop - start, x.k.shape[2])
-    dk, dv = (x.q.new_zeros((*shape, n), dtype=wide) for n in (dim, x.v.shape[-1]))
+    anew = len(work.pieces) == 1 and (not whole or work.pieces[0].keys == slice(start, stop))
+    if anew:  # kernels write what they would add to zeros
+        start, stop = work.pieces[0].keys.start, work.pieces[0].keys.stop
+    wide = accumulate_dtype(x.q.dtype)
+    make = block.kv.new_empty if anew else block.kv.new_zeros
+    found = Block(start, make((block.kv.shape[0], stop - start, *block.kv.shape[2:]), dtype=wide))
     for piece in work.pieces:
-        keys = block.take(piece.keys.start, piece.keys.stop)
-        at = slice(piece.keys.start - start, piece.keys.stop - start)
+        keys, into = (b.take(piece.keys.start, piece.keys.stop) for b in (block, found))
         rows.add(
-            piece.rows, keys[..., :dim], keys[..., dim:], into=(dk[:, at], dv[:, at]),
-            **piece.options(x.q.device),
+            piece.rows, keys[..., :dim], keys[..., dim:], into=(into[..., :dim], into[..., dim:]),
+            anew=anew, **piece.options(x.q.device),
         )  # fmt: skip
-    return Share(start, dk, dv)
+    return found
 
 
-def _joined(span: Span, share: Share, came: Block | None) -> Block:
+def _joined(span: Span, share: Block, came: Block | None) -> Block:
     """A block's gradients over a span of its keys: what came from the ranks before, and this one's part."""
-    start, stop = span
-    if came is None and share.start == start and share.dk.shape[1] == stop - start:
-        return Block(start, pack(share.dk, share.dv))
-    if came is None or came.start != start or came.kv.shape[1] != stop - start:
-        before = came
-        batch, _, heads, dim = share.dk.shape
-        came = Block(start, share.dk.new_zeros(batch, stop - start, heads, dim + share.dv.shape[3]))
-        if before is not None:
-            came.take(before.start, before.start + before.kv.shape[1]).copy_(before.kv)
-    share.add_to(came)
-    return came
+    parts = sorted([b for b in (came, share) if b is not None], key=lambda b: b.span != span)
+    total, *rest = parts
+    if total.span != span:
+        kv, rest = share.kv, parts
+        total = Block(span[0], kv.new_zeros(kv.shape[0], span[1] - span[0], *kv.shape[2:]))
+    for part in rest:
+        total.add(part)
+    return total
 
 
 def _post(link: Transport, sends, receives, like: Tensor, step: str):

@@ -143,7 +143,7 @@ class GluonSm90:
             return release(self._holding(p, plan) or plan, x, held)
 
     def _holding(self, p: Problem, plan: Plan) -> Plan | None:
-        """The plan of shards whose rows are held: the order of sums goes with blocks of 64 rows. None if dQ has a kernel."""
+        """The plan of shards whose rows are held, in blocks of 64; None where dQ has a kernel of its own."""
         if p.deterministic or not plan.fused:
             return None
         return plan if plan.block_q == HELD else self.plan(replace(p, right=False))

@@ -142,7 +142,8 @@ def release(plan: Plan, x: Arrays, held: Held) -> Tensor:
 
 def _of_held(plan: Plan, x: Arrays, saved: Saved, dout: Tensor) -> Grads:
     """A shard's dK and dV, and its part of a dQ that is held: one launch."""
-    assert x.sums is not None and saved.delta is not None
+    assert x.sums is not None
+    assert saved.delta is not None
     rows = _line(saved.lse), _line(saved.delta)
     work = work_of(x, dout, rows)
     work = work._replace(size=work.size._replace(padded=saved.lse.stride(1)))
@@ -216,18 +217,21 @@ def _prepare(
     work: Work, plan: Plan, saved: Saved, dlse: Tensor | None, sums: Tensor | None
 ) -> None:
     width, width_v = work.widths
-    known = saved.delta
-    out, dout = (t if t.stride(-1) == 1 else t.contiguous() for t in (saved.out, work.dout))
-    if known is not None:
-        out, dout, dlse, known = None, None, None, known.contiguous()
+    if saved.delta is None:
+        known = None
+        out, dout = (t if t.stride(-1) == 1 else t.contiguous() for t in (saved.out, work.dout))
+        strides = _strides(out), _strides(dout)
+    else:
+        out, dout, dlse, known = None, None, None, saved.delta.contiguous()
+        strides = (Strides(0, 0, 0),) * 2
     rows = min(64, 8192 // width_v)
     tiles = -(-work.longest[0] // plan.block_q) * (plan.block_q // rows)
     batch = _batch(work)
     launch(
         prepare, tiles * work.size.heads * batch, PLAIN, out, dout, saved.lse.contiguous(),
-        None if dlse is None else dlse.contiguous(), known, work.top, work.delta, sums,
-        _strides(work.dout if out is None else out), _strides(work.dout if dout is None else dout), *work.size._replace(tiles=tiles), *work.sides, work.extra, rows, plan.block_q,
-        width, width_v, saved.out.shape[-1],
+        None if dlse is None else dlse.contiguous(), known, work.top, work.delta, sums, *strides,
+        *work.size._replace(tiles=tiles), *work.sides, work.extra, rows, plan.block_q, width,
+        width_v, saved.out.shape[-1],
     )  # fmt: skip
 
 
@@ -241,9 +245,9 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
     together = L2_BYTES // (rows * size.group * (width + width_v) * (2 if sums is None else 4))
     section = min(max(1, together if work.sides.right is not None else 1), batch * kv_heads)
     size = size._replace(tiles=tiles, places=batch * kv_heads, section=section)
-    _, into_k, into_v = x.sums or (None, None, None)
-    dk, dk_wide, dk_desc = _result(work.k, x.k, x, ROWS, width, into_k)
-    dv, dv_wide, dv_desc = _result(work.v, x.v, x, ROWS, width_v, into_v)
+    _, into_k, into_v, anew = x.sums or (None, None, None, True)
+    dk, dk_wide, dk_desc = _result(work.k, x.k, x, ROWS, width, into_k, not anew)
+    dv, dv_wide, dv_desc = _result(work.v, x.v, x, ROWS, width_v, into_v, not anew)
     boxed = functools.partial(_described, packed=work.extra.cu_q is not None)
     q, dout = boxed(work.q, plan.block_q, width), boxed(work.dout, plan.block_q, width_v)
     k, v = boxed(work.k, ROWS, width), boxed(work.v, ROWS, width_v)
@@ -293,7 +297,7 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
     section = min((together if bounded else 1) * size.group, batch * size.heads)
     size = size._replace(tiles=tiles, places=batch * size.heads, section=section)
     into = None if x.sums is None else x.sums.q
-    dq, wide, dq_desc = _result(work.q, x.q, x, ROWS, width, into)
+    dq, wide, dq_desc = _result(work.q, x.q, x, ROWS, width, into, into is not None)
     boxed = functools.partial(_described, packed=work.extra.cu_q is not None)
     launch(
         by_queries, tiles * batch * size.heads, plan, boxed(work.q, ROWS, width),
@@ -355,9 +359,9 @@ def _facts(t: Tensor, rows: int) -> Any:
 
 
 def _result(
-    like: Tensor, source: Tensor, x: Arrays, rows: int, width: int, into: Tensor | None
+    like: Tensor, source: Tensor, x: Arrays, rows: int, width: int, into: Tensor | None, adds: bool
 ) -> tuple[Any, ...]:
-    """(a gradient's tensor, how the kernel writes it without TMA, TMA's view).
+    """(a gradient's tensor, which may be given, how the kernel writes it without TMA, TMA's view).
 
     Rows of no sequence stay 0.
     """
@@ -367,11 +371,7 @@ def _result(
         grad = into
         if grad is None:
             grad = make(source.shape, dtype=torch.float32, device=source.device)
-        return (
-            grad,
-            Wide.of(grad, width, into is not None),
-            _described(like, rows, width, packed=packed),
-        )
+        return grad, Wide.of(grad, width, adds), _described(like, rows, width, packed=packed)
     grad = make(like.shape, dtype=like.dtype, device=like.device)
     return grad, Wide(), _described(grad, rows, width, packed=packed)
 

@@ -50,8 +50,8 @@ def prepare(
 ):  # fmt: skip
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
-    Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are
-    set to 0.
+    Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are
+    (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are set to 0.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
     size = Size(

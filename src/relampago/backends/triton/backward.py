@@ -31,24 +31,27 @@ def backward(
     deterministic: bool,
 ) -> Grads:
     """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries."""
-    q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
-    dout = A.rows_contiguous(dout)
+    q, k, v, dout = (A.rows_contiguous(t) for t in (x.q, x.k, x.v, dout))
     out = dout if saved.delta is not None else A.rows_contiguous(saved.out)
     if dout.dtype != q.dtype:
         dout = dout.to(q.dtype)  # products take one dtype
     natural, dims = A.natural(x), dimensions(q.shape[-1], v.shape[-1])
     dq, dk, dv = results(x)
-    adds_q, adds_k = x.sums is not None, x.sums is not None and x.sums.k is not None
+    adds_q, adds_k = x.sums is not None, x.sums is not None and not x.sums.anew
     dbias = bias_buffer(x, deterministic) if wanted.bias else None
     if q.numel() == 0 or k.numel() == 0:
         dargs = argument_gradients(x, wanted.mod_args, (q, k, v, dout), (), dims)
-        kept = x.sums or ()
-        dq, dk, dv = (t if any(t is total for total in kept) else t.zero_() for t in (dq, dk, dv))
+        if not adds_q:
+            dq.zero_()
+        if not adds_k:
+            dk, dv = dk.zero_(), dv.zero_()
         grads = Grads(dq, dk, dv, shrunk(dbias, x), None, dargs)
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
-    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims, saved.delta)
+    fused = not deterministic and plan.fused and dims[0] <= 256
+    target = torch.empty(q.shape, dtype=torch.float32, device=q.device) if fused else None
+    shift, delta = rows_before(x, saved, out, dout, dlse, natural, dims, target)
     sq, sk, sv, sdo = A.strides(q), A.strides(k), A.strides(v), A.strides(dout)
     lists = A.sparse_of(x, False)
     tiles, block_q = cut_queries(x, by_query)
@@ -59,8 +62,6 @@ def backward(
     norm = normaliser(x, by_query, q, k, shift, natural, dims)
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     stride = None if dbias is None else A.part_of(dbias)
-    fused = not deterministic and plan.fused and dims[0] <= 256
-    target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
     if (wanted.q and not fused) or (dbias is not None and not fused):
         boxes = A.NO_BOXES
         if by_query.tma and x.cu_k is None and x.blocks is None:
@@ -92,10 +93,8 @@ def backward(
                 sl, band, extra, stride, A.sparse_of(x, True), *dims, block_q, block_k, natural,
                 how, fused, atomic, one_k, one_v, adds_k,
             )  # fmt: skip
-        if target is not None and adds_q:
-            dq.add_(target, alpha=x.scale)
-        elif target is not None:
-            torch.mul(target, x.scale, out=dq)
+        if target is not None:
+            settle(dq, target, x.scale, adds_q)
     dsinks = None if x.sinks is None else sink_gradient(x, shift, delta, norm, natural)
     dargs: tuple[Tensor | None, ...] = ()
     if any(wanted.mod_args):
@@ -104,12 +103,19 @@ def backward(
     return Grads(dq, dk, dv, shrunk(dbias, x), dsinks, dargs)
 
 
+def settle(dq: Tensor, target: Tensor, scale: float, adds: bool) -> None:
+    """dQ out of its sums."""
+    if adds:
+        dq.add_(target, alpha=scale)
+    else:
+        torch.mul(target, scale, out=dq)
+
+
 def results(x: Arrays) -> list[Tensor]:
     """dq, dk and dv: those to add to, or new ones."""
-    return [
-        torch.empty(t.shape, dtype=x.out_dtype, device=t.device) if total is None else total
-        for t, total in zip((x.q, x.k, x.v), x.sums or (None, None, None), strict=True)
-    ]
+    if x.sums is not None:
+        return [x.sums.q, x.sums.k, x.sums.v]
+    return [torch.empty(t.shape, dtype=x.out_dtype, device=t.device) for t in (x.q, x.k, x.v)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,22 +125,23 @@ def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
 
 
 def rows_before(
-    x: Arrays, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
-    dims: tuple[int, ...], known: Tensor | None = None,
+    x: Arrays, saved: Saved, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
+    dims: tuple[int, ...], sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(shift, delta), shaped like LSE; from a delta that is `known`, without out, dout and dlse."""
-    lse = lse.contiguous()
-    dlse = None if dlse is None or known is not None else dlse.contiguous()
+    """(shift, delta), shaped like LSE; sums of dQ are set to 0. Where delta is saved, out and dout are not read."""
+    lse, known = saved.lse.contiguous(), saved.delta
     known = None if known is None else known.contiguous()
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    dlse = None if dlse is None or known is not None else dlse.contiguous()
+    shift, delta = (torch.empty(lse.shape, dtype=lse.dtype, device=lse.device) for _ in range(2))
     length, heads = out.shape[-3], out.shape[-2]
     plan = NARROW if dims[3] <= 128 else WIDE
     tiles = triton.cdiv(length, plan.block_q)
     batch = out.shape[0] if x.cu_q is None else 1
     launch(
-        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, known, delta, shift,
-        A.strides(out), A.strides(dout), A.lse_strides(x), heads, length, tiles, *dims[3:],
-        plan.block_q, natural,
+        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, known, delta, shift, sums,
+        A.strides(out), A.strides(dout), A.lse_strides(x),
+        None if sums is None else A.strides(sums), heads, length, tiles, *dims, plan.block_q,
+        natural,
     )  # fmt: skip
     return shift, delta
 
@@ -145,7 +152,7 @@ def normaliser(
     """1 / Σ weights of rows with a huge LSE, 1 of others; None where LSE is exact enough, or a larger attention's."""
     if x.shard or not (natural or q.dtype == torch.float32):
         return None
-    norm = torch.empty_like(shift)
+    norm = torch.empty(shift.shape, dtype=shift.dtype, device=shift.device)
     tiles, block_q = cut_queries(x, plan)
     _, block_k = cut_keys(x, plan)
     size = A.size_of(x, tiles, (dims[0] + dims[3]) * q.element_size())

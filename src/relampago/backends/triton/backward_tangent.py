@@ -140,9 +140,9 @@ def rows_along(
     dim, wide, dim_v, wide_v = padded(q.shape[-1], v.shape[-1])
     dims = (dim, wide, 0, dim_v, wide_v, 0)  # as `dimensions` has them
     out, tout = A.rows_contiguous(saved.out), A.rows_contiguous(moving.out)
-    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims)
-    _, tdelta = rows_before(x, saved.lse, tout, dout, moving.dlse, natural, dims)
+    shift, delta = rows_before(x, saved, out, dout, dlse, natural, dims)
+    _, tdelta = rows_before(x, saved, tout, dout, moving.dlse, natural, dims)
     if tdout is not None:
-        tdelta += rows_before(x, saved.lse, out, tdout, None, natural, dims)[1]
+        tdelta += rows_before(x, saved, out, tdout, None, natural, dims)[1]
     norm = normaliser(x, plan, q, k, shift, natural, dims)
     return Row(shift, delta, norm, moving.lse.float().contiguous(), tdelta)
