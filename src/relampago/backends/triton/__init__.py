@@ -72,6 +72,8 @@ class Triton:
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
         kernel = "decode" if applies(p) else kernel
+        if p.batch_invariant and p.direction == "forward":
+            kernel = "invariant"
         if p.moving:
             kernel = "tangent" if p.direction == "forward" else "tangent_dkdv"
         kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
@@ -81,9 +83,12 @@ class Triton:
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         from relampago.backends.triton.decode import applies, decode
         from relampago.backends.triton.forward import forward
+        from relampago.backends.triton.invariant import invariant
 
         with _on(x.q.device):
-            return decode(x, plan) if applies(p) else forward(x, plan, p.batch_invariant)
+            if p.batch_invariant:
+                return invariant(x, plan)
+            return decode(x, plan) if applies(p) else forward(x, plan)
 
     def tangent(
         self, p: Problem, plan: Plan, x: Arrays, t: Tangents
