@@ -122,9 +122,11 @@ class Triton:
     ) -> Grads:
         from relampago.backends.triton.backward import backward
 
-        by_query = first_match(tables(p.device.arch), "triton.backward_dq", p)
+        fixed = p.batch_invariant
+        like = canonical(p) if fixed else p
+        by_query = first_match(tables(p.device.arch), "triton.backward_dq", like)
         with _on(x.q.device):
-            return backward(x, plan, by_query, saved, dout, dlse, wanted, p.deterministic)
+            return backward(x, plan, by_query, saved, dout, dlse, wanted, p.deterministic, fixed)
 
     def backward_tangent(
         self,
@@ -154,8 +156,6 @@ class Triton:
         return None if _installed() else "triton is not installed"
 
     def _refuse_shape(self, p: Problem) -> str | None:
-        if p.batch_invariant and p.direction == "backward":
-            return "knows batch invariance forward only"
         if p.dtype not in ("bf16", "fp16", "fp32"):
             return f"knows bf16, fp16 and fp32, got {p.dtype}"
         if p.dim > 576 or (p.dim > 512 and p.dim_v > 512) or p.dim_v > 512:

@@ -29,8 +29,9 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
     deterministic: bool,
+    fixed: bool = False,
 ) -> Grads:
-    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries."""
+    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries; batch-invariant if fixed."""
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     out, dout = A.rows_contiguous(saved.out), A.rows_contiguous(dout)
     if dout.dtype != q.dtype:
@@ -46,7 +47,7 @@ def backward(
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
-    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims)
+    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims, fixed)
     sq, sk, sv, sdo = A.strides(q), A.strides(k), A.strides(v), A.strides(dout)
     lists = A.sparse_of(x, False)
     tiles, block_q = cut_queries(x, by_query)
@@ -54,7 +55,7 @@ def backward(
     size = A.size_of(x, tiles, (q.shape[-1] + v.shape[-1]) * q.element_size())
     grid = tiles * size.batch * size.heads
     how = precision(x)
-    norm = normaliser(x, by_query, q, k, shift, natural, dims)
+    norm = normaliser(x, by_query, q, k, shift, natural, dims, fixed)
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     stride = None if dbias is None else A.part_of(dbias)
     fused = not deterministic and plan.fused and dims[0] <= 256
@@ -66,7 +67,7 @@ def backward(
         launch(
             by_queries, grid, by_query, q, k, v, *boxes, dout, dq, dbias, shift, delta, norm, factor,
             x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
-            *dims, block_q, block_k, natural, how, atomic,
+            *dims, block_q, block_k, natural, how, atomic, fixed, fusion=not fixed,
         )  # fmt: skip
     if wanted.k or wanted.v or fused:
         tiles, block_k = cut_keys(x, plan)
@@ -88,7 +89,7 @@ def backward(
                 *boxes, *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv,
                 sdo, A.strides(dk), A.strides(dv), None if target is None else A.strides(target),
                 sl, band, extra, stride, A.sparse_of(x, True), *dims, block_q, block_k, natural,
-                how, fused, atomic, one_k, one_v,
+                how, fused, atomic, one_k, one_v, fixed, fusion=not fixed,
             )  # fmt: skip
         if target is not None:
             torch.mul(target, x.scale, out=dq)
@@ -108,7 +109,7 @@ def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
 
 def rows_before(
     x: Arrays, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
-    dims: tuple[int, ...],
+    dims: tuple[int, ...], fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(shift, delta), shaped like LSE."""
     lse = lse.contiguous()
@@ -121,14 +122,15 @@ def rows_before(
     launch(
         prepare, tiles * heads * batch, plan, out, dout, lse, dlse, delta, shift,
         A.strides(out), A.strides(dout), A.lse_strides(x), heads, length, tiles, *dims[3:],
-        plan.block_q, natural,
+        plan.block_q, natural, fixed, fusion=not fixed,
     )  # fmt: skip
     return shift, delta
 
 
 def normaliser(
-    x: Arrays, plan: Plan, q: Tensor, k: Tensor, shift: Tensor, natural: bool, dims: tuple[int, ...]
-) -> Tensor | None:
+    x: Arrays, plan: Plan, q: Tensor, k: Tensor, shift: Tensor, natural: bool, dims: tuple[int, ...],
+    fixed: bool = False,
+) -> Tensor | None:  # fmt: skip
     """1 / Σ weights of rows with a huge LSE, 1 of others; None where LSE is exact enough, or a larger attention's."""
     if x.shard or not (natural or q.dtype == torch.float32):
         return None
@@ -140,7 +142,7 @@ def normaliser(
     launch(
         renormalise, tiles * size.batch * size.heads, plan, q, k, shift, norm, factor, size,
         A.lay_of(x), A.strides(q), A.strides(k), A.lse_strides(x), A.band_of(x.band), A.extra_of(x),
-        A.sparse_of(x, False), *dims[:3], block_q, block_k, natural, precision(x),
+        A.sparse_of(x, False), *dims[:3], block_q, block_k, natural, precision(x), fusion=not fixed,
     )  # fmt: skip
     return norm
 

@@ -32,6 +32,7 @@ from relampago.backends.triton.decode import (
     load_rows,
     pages_of,
     resident,
+    share,
     splits_for,
     store_rows,
     total_of,
@@ -55,8 +56,8 @@ from relampago.backends.triton.tile import (
 from relampago.plan import Plan
 from relampago.problem import Arrays, Device
 
-NARROWED = ("sm80", "sm86", "sm87", "sm89", "sm90")  # where a warp's rows do not depend on how many warps there are
-LEAST_ROWS, LEAST_WARPS = 64, 4  # of a tile: fewer rows, and Hopper would take another instruction
+HOPPER = "sm90"
+LEAST_ROWS = 64  # of a tile on Hopper: with fewer, products would be another instruction's
 MOST_BYTES = 128 << 20  # that spans may take until they are folded
 
 
@@ -140,21 +141,20 @@ def write_span(
 @triton.jit
 def span_range(start, end, SPAN: tl.constexpr):
     """Spans [first, last) that keys start..end have a part in."""
-    return start // SPAN, tl.where(end > start, tl.cdiv(end, SPAN), start // SPAN)
+    first = start // SPAN
+    return first, tl.where(end > start, tl.cdiv(end, SPAN), first)
 
 
-@triton.jit(do_not_specialize=["size", "band", "each", "spans"])
+@triton.jit(do_not_specialize=["size", "band", "chunks", "spans"])
 def attend_spans(
-    q, k, v, kb1, kb2, vb1, vb2, out, lse, part, factor, each, spans, size, lay, sq, sk, sv, so, sl, band, extra,
+    q, k, v, kb1, kb2, vb1, vb2, out, lse, part, factor, chunks, spans, size, lay, sq, sk, sv, so, sl, band, extra,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr,
-    NATURAL: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, RESUME: tl.constexpr,
-    CHAINED: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, RESUME: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Up to BQ rows of one kv head: all their spans, or with `part` the `each` spans that are this program's.
+    """Up to BQ rows of one kv head: all their spans, or with `part` this program's share of them, of `chunks`.
 
-    size.tiles counts programs of a kv head. MASKED: all tiles take masks, in one loop. RESUME: go on from the out and
-    LSE of other keys.
+    size.tiles counts programs of a kv head. RESUME: go on from the out and LSE of other keys.
     """
     if CHAINED:
         gdc_wait()
@@ -165,10 +165,7 @@ def attend_spans(
         for r in range(size.group):
             head = g * size.group + r
             fill_tail(out, lse, lay, size, so, sl, turn, head, b, float("-inf"), E, E1, E2, BQ)
-    chunk, tile = 0, turn
-    if part is not None:
-        chunks = tl.cdiv(spans, each)
-        chunk, tile = turn % chunks, turn // chunks
+    chunk, tile = turn % chunks, turn // chunks
     most = len_q * size.group
     if tile * BQ >= most:
         return
@@ -191,11 +188,11 @@ def attend_spans(
     q_last = (tl.minimum(tile * BQ + BQ, most) - 1) // size.group
     start, end, full, full_end = bounds(band, offset, b, q_first, q_last + 1, len_k, BQ)
     if part is not None:
-        start = tl.maximum(start, chunk * each * SPAN)
-        end = tl.minimum(end, (chunk + 1) * each * SPAN)
+        first_span, last_span = span_range(start, end, SPAN)
+        own, own_end = share(last_span - first_span, chunk, chunks)
+        start = tl.maximum(start, (first_span + own) * SPAN)
+        end = tl.minimum(end, (first_span + own_end) * SPAN)
         full = tl.maximum(full, start)
-    if MASKED:
-        full, full_end = 0, 0
     start, full, full_end, _, _ = loop_bounds(start, end, full, full_end, BK)
     m = tl.full([BQ], float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
@@ -223,9 +220,7 @@ def attend_spans(
             lo, hi = full, full_end
         elif stretch == 2:
             lo, hi = full_end, end
-        if stretch == 2 or (
-            not MASKED and (stretch == 1 or band.left is not None or band.row_start is not None)
-        ):
+        if stretch > 0 or band.left is not None or band.row_start is not None:
             for i in tl.range(0, tl.cdiv(hi - lo, BK)):  # line 6
                 k0 = lo + i * BK
                 acc1, acc2, l, m = add_tile(
@@ -337,37 +332,46 @@ def gather(
 
 
 def narrowed(plan: Plan, rows: int, device: Device, dtype: torch.dtype) -> Plan:
-    """The plan with fewer rows and as many warps fewer, for tiles that these rows do not fill: the same bits.
+    """The plan with half the rows and half the warps where these rows are few: the same bits.
 
-    Products in tensor cores give each warp rows of its own there; those of fp32 share a row among warps.
+    On Hopper each warp has 16 rows to itself, however many warps there are. Elsewhere, and in fp32, warps may share rows.
     """
-    while (
-        plan.block_q >= max(2 * LEAST_ROWS, 2 * rows) and plan.warps >= 2 * LEAST_WARPS
-        and device.arch in NARROWED and dtype != torch.float32
-    ):  # fmt: skip
-        plan = replace(plan, block_q=plan.block_q // 2, warps=plan.warps // 2)
-    return plan
+    few = plan.block_q == 2 * LEAST_ROWS >= rows and plan.warps == 8
+    if not few or device.arch != HOPPER or dtype == torch.float32:
+        return plan
+    return replace(plan, block_q=LEAST_ROWS, warps=4)
 
 
-def shares(x: Arrays, plan: Plan, items: int, tiles: int, device: Device) -> int:
-    """How many spans a program takes of `items` row tiles, `tiles` a kv head; 0: all, and it folds them itself."""
-    len_k = A.size_of(x, 1, 1).len_k
-    spans = triton.cdiv(min(len_k, x.len_k), plan.span) if plan.span else 1
+def writing(plan: Plan, x: Arrays, device: Device) -> Plan | None:
+    """The plan of programs that write spans down; None if no pipeline has room for it.
+
+    Hopper's acc is turned in shared memory on its way, while the loop's buffers are in use.
+    """
+    if device.arch != HOPPER or plan.block_q < LEAST_ROWS:
+        return plan
+    dim, dim_v, size = sum(A.split(x.q.shape[-1])), sum(A.split(x.v.shape[-1])), x.q.element_size()
+    room = device.shared_memory - plan.block_q * (dim * size + dim_v * 4)
+    stages = min(plan.stages, room // (plan.block_k * (dim + dim_v) * size))
+    return replace(plan, stages=stages) if stages > 0 else None
+
+
+def chunks_for(x: Arrays, plan: Plan, tiles: int, spans: int, device: Device) -> int:
+    """Among how many programs to share the spans of each of `tiles` row tiles a kv head; 1: they are folded at once."""
     dim, dim_v = x.q.shape[-1], x.v.shape[-1]
+    rows = x.batch * x.q.shape[-2] * x.len_q
+    if spans < 2 or spans * rows * (dim_v + 2) * 4 > MOST_BYTES or x.into is not None:
+        return 1
     tile = plan.block_k * (dim + dim_v) * x.k.element_size()
     slots = device.multiprocessors * resident(device, plan, tile)
-    rows = x.batch * x.q.shape[-2] * x.len_q
-    large = spans * rows * (dim_v + 2) * 4 > MOST_BYTES
-    if spans < 2 or large or (tiles > 1 and items >= slots) or x.into is not None:
-        return 0
+    items = x.batch * x.k.shape[-2] * tiles
+    if tiles > 1 and items >= slots:
+        return 1
     ragged = x.lens_k is not None and tiles == 1
-    wanted = splits_for(items, spans * plan.span // plan.block_k, slots, ragged)
-    each = triton.cdiv(spans, min(wanted, spans))
-    return each if each < spans else 0
+    return min(spans, splits_for(items, spans * plan.span // plan.block_k, slots, ragged))
 
 
-def invariant(x: Arrays, plan: Plan, *, each: int | None = None) -> tuple[Tensor, Tensor]:
-    """Out, shaped like q with the head dim of v, and LSE; each is for tests, else chosen by the shapes."""
+def invariant(x: Arrays, plan: Plan, *, chunks: int | None = None) -> tuple[Tensor, Tensor]:
+    """Out, shaped like q with the head dim of v, and LSE; chunks are for tests, else chosen by the shapes."""
     device = Device.of(x.q.device)
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     dim, dim_v, heads, groups = q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2]
@@ -375,35 +379,37 @@ def invariant(x: Arrays, plan: Plan, *, each: int | None = None) -> tuple[Tensor
         torch.empty((*q.shape[:-1], dim_v), dtype=x.out_dtype, device=q.device),
         torch.empty(A.lse_shape(x), dtype=torch.float32, device=q.device),
     )
-    unpaged = x.page_table is None or 0 not in (*x.page_table.shape, *k.shape[:2])
-    if lse.numel() == 0 or not unpaged:
+    no_pages = x.page_table is not None and 0 in (*x.page_table.shape, *k.shape[:2])
+    if lse.numel() == 0 or no_pages:
         return x.into or (out.zero_(), lse.fill_(float("-inf")))
     plan = narrowed(plan, x.len_q * (heads // groups), device, q.dtype)
     tiles = triton.cdiv(x.len_q * (heads // groups), plan.block_q)
-    items = x.batch * groups * tiles
-    each = shares(x, plan, items, tiles, device) if each is None else each
     size = A.size_of(x, tiles, (dim + dim_v) * k.element_size())
-    spans = triton.cdiv(size.len_k, plan.span) if each else 0
-    programs = tiles * (triton.cdiv(spans, each) if each else 1)
-    section = max(1, size.section // size.group)
-    by_group = size._replace(heads=groups, tiles=programs, section=section)
+    spans = triton.cdiv(min(size.len_k, x.len_k), plan.span) if plan.span else 1
+    shared = writing(plan, x, device)
+    if shared is None:
+        chunks = 1
+    elif chunks is None:
+        chunks = chunks_for(x, shared, tiles, spans, device)
     natural, part = A.natural(x), None
-    if each:
-        length = size.batch * heads * size.len_q
+    if chunks > 1 and shared is not None:
+        plan, length = shared, size.batch * heads * size.len_q
         part = torch.empty(spans * length * (dim_v + 2), dtype=torch.float32, device=q.device)
+    section = max(1, size.section // size.group)
+    by_group = size._replace(heads=groups, tiles=tiles * chunks, section=section)
     lay, so, sl, band, extra = (
         A.lay_of(x), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band), A.extra_of(x)
     )  # fmt: skip
     boxes = A.NO_BOXES
     if plan.tma and x.cu_k is None and x.lens_k is None:
         boxes = A.boxes_of(k, v, plan.block_k, A.split(dim), A.split(dim_v))
-    chained = bool(each) and chains(device)
+    chained = part is not None and chains(device)
     launch(
-        attend_spans, size.batch * groups * programs, plan, chained,
-        q, k, v, *boxes, out, lse, part, x.scale if natural else x.scale * LOG2E.value, each, spans, by_group,
+        attend_spans, size.batch * groups * tiles * chunks, plan, chained,
+        q, k, v, *boxes, out, lse, part, x.scale if natural else x.scale * LOG2E.value, chunks, spans, by_group,
         lay._replace(page=None), A.strides(q), A.strides(k), A.strides(v), so, sl, band, extra,
         dim, *A.split(dim), dim_v, *A.split(dim_v), plan.block_q, plan.block_k, plan.span, lay.page or 0,
-        natural, precision(x), tiles == 1, x.into is not None, chained, fusion=False,
+        natural, precision(x), x.into is not None, chained, fusion=False,
     )  # fmt: skip
     if part is not None:
         launch(
