@@ -31,7 +31,10 @@ def backward(
     deterministic: bool,
     fixed: bool = False,
 ) -> Grads:
-    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries; batch-invariant if fixed."""
+    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries.
+
+    fixed: batch-invariant, which takes deterministic.
+    """
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     out, dout = A.rows_contiguous(saved.out), A.rows_contiguous(dout)
     if dout.dtype != q.dtype:

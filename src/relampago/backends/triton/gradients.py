@@ -260,6 +260,8 @@ def by_keys(
             dq_head = dq + origin(sdq, b, first, head)
         if sparse is None:
             turn, steps = turn_of(tile, full, full_end, BQ)
+            if FIXED:  # and no first loop
+                steps = 0
             for i in tl.range(0, steps):
                 q0 = turned(i, turn, steps, full, BQ)
                 dk1, dk2, dv1, dv2 = keys_step(
@@ -385,6 +387,8 @@ def by_queries(
             full_start, full_end = 0, 0
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         turn, steps = turn_of(tile, full, full_end, BK)
+        if FIXED:  # and no first loop
+            steps = 0
         for i in tl.range(0, steps):
             k0 = turned(i, turn, steps, full, BK)
             dq1, dq2 = queries_step(

@@ -16,7 +16,6 @@ folds those. Both run the same lines: how spans are shared follows from the batc
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -75,8 +74,8 @@ def fetch(
 
 @triton.jit
 def add_tile(
-    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset, factor, sk, sv,
-    band, extra,
+    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset,
+    factor, sk, sv, band, extra,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -91,13 +90,11 @@ def add_tile(
     s = scores(
         s, factor, band, extra, offset, b, heads, rows, keys, len_q, len_k, NATURAL, MASKED
     )  # line 8
+    m_new = tl.maximum(m, tl.max(s, 1) * (1.0 if NATURAL else factor))
+    shift = finite(m_new)
     if NATURAL:
-        m_new = tl.maximum(m, tl.max(s, 1))
-        shift = finite(m_new)
         p = tl.exp2((s - shift[:, None]) * LOG2E)
     else:
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)
-        shift = finite(m_new)
         p = tl.exp2(tl.fma(s, factor, -shift[:, None]))
     alpha = power(m - shift, NATURAL)
     l = tl.fma(l, alpha, tl.sum(p, 1))  # line 9
@@ -108,6 +105,17 @@ def add_tile(
         v2 = fetch(v, vb2, page, lay, b, g, k0, len_k, sv, E, E1, E2, BK, PAGE, MASKED)
         acc2 = tl.dot(p, v2, acc2 * alpha[:, None], input_precision=PRECISION)
     return acc1, acc2, l, m_new
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr):
+    """The state acc1, acc2, l, m of rows that have seen no key."""
+    l = tl.zeros([ROWS], tl.float32)
+    acc1 = tl.zeros([ROWS, E1], tl.float32)
+    acc2 = l
+    if E2 > 0:
+        acc2 = tl.zeros([ROWS, E2], tl.float32)
+    return acc1, acc2, l, tl.full([ROWS], float("-inf"), tl.float32)
 
 
 @triton.jit
@@ -194,18 +202,15 @@ def attend_spans(
         end = tl.minimum(end, (first_span + own_end) * SPAN)
         full = tl.maximum(full, start)
     start, full, full_end, _, _ = loop_bounds(start, end, full, full_end, BK)
-    m = tl.full([BQ], float("-inf"), tl.float32)
-    l = tl.zeros([BQ], tl.float32)
-    acc1 = tl.zeros([BQ, E1], tl.float32)
-    acc2 = l
-    if E2 > 0:
-        acc2 = tl.zeros([BQ, E2], tl.float32)
-    top, total, whole1, whole2 = m, l, acc1, acc2
+    acc1, acc2, l, m = nothing(BQ, E1, E2)
+    whole1, whole2, total, top = acc1, acc2, l, m
     place_out = row.to(tl.int64) * so.l + head.to(tl.int64) * so.h
     out += origin(so, b, first, 0)
     place_lse = row.to(tl.int64) * sl.l + head.to(tl.int64) * sl.h
     lse += origin(sl, b, first, 0)
-    if RESUME:  # after the keys of other shards: a result is a state whose m is LSE and whose l is 1
+    if (
+        RESUME
+    ):  # after the keys of other shards: a result is a state whose m is LSE and whose l is 1
         top = tl.load(lse + place_lse) * (1.0 if NATURAL else LOG2E)
         total = tl.where(top == float("-inf"), 0.0, 1.0)
         whole1 = load_rows(out, place_out, E, 0, E1).to(tl.float32)
@@ -214,7 +219,9 @@ def attend_spans(
     length = tl.cast(size.batch, tl.int64) * size.heads_q * size.len_q
     place = (tl.cast(b, tl.int64) * size.heads_q + head) * size.len_q + row  # in (B, H, Lq)
     page = pages_of(lay, b, start, PAGE, BK)
-    for stretch in tl.static_range(3):  # before the tiles that all rows see whole, those, and the rest
+    for stretch in tl.static_range(
+        3
+    ):  # before the tiles that all rows see whole, those, and the rest
         lo, hi = start, full
         if stretch == 1:
             lo, hi = full, full_end
@@ -224,12 +231,12 @@ def attend_spans(
             for i in tl.range(0, tl.cdiv(hi - lo, BK)):  # line 6
                 k0 = lo + i * BK
                 acc1, acc2, l, m = add_tile(
-                    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset,
-                    factor, sk, sv, band, extra, D, D1, D2, E, E1, E2, BK, PAGE, NATURAL, PRECISION,
-                    stretch != 1,
+                    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows,
+                    len_q, len_k, offset, factor, sk, sv, band, extra, D, D1, D2, E, E1, E2, BK, PAGE, NATURAL,
+                    PRECISION, stretch != 1,
                 )  # fmt: skip
                 page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next loads depend on it
-                if SPAN > 0:
+                if SPAN > 0:  # noqa: SIM102 (decided when compiled)
                     if (k0 + BK) % SPAN == 0:
                         if part is None:
                             top, total, by, by_new = fold(top, total, m, l, NATURAL)
@@ -241,17 +248,10 @@ def attend_spans(
                                 part, place, k0 // SPAN, length, spans, inside, acc1, acc2, l, m,
                                 E, E1, E2,
                             )  # fmt: skip
-                        m = tl.full([BQ], float("-inf"), tl.float32)
-                        l = tl.zeros([BQ], tl.float32)
-                        acc1 = tl.zeros([BQ, E1], tl.float32)
-                        acc2 = l
-                        if E2 > 0:
-                            acc2 = tl.zeros([BQ, E2], tl.float32)
+                        acc1, acc2, l, m = nothing(BQ, E1, E2)
     if part is not None:
         if end > start and tl.cdiv(end, BK) * BK % SPAN != 0:  # the last one is still open
-            write_span(
-                part, place, end // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2
-            )
+            write_span(part, place, end // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2)
         return
     top, total, by, by_new = fold(top, total, m, l, NATURAL)
     whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
@@ -290,7 +290,11 @@ def gather(
         gdc_wait()
         gdc_launch_dependents()
     place = tl.program_id(0)
-    at, head, b = place % size.len_q, place // size.len_q % size.heads_q, place // size.len_q // size.heads_q
+    at, head, b = (
+        place % size.len_q,
+        place // size.len_q % size.heads_q,
+        place // size.len_q // size.heads_q,
+    )
     first, len_q = rows_of(lay, size, b)
     if at >= len_q:
         return
@@ -306,12 +310,7 @@ def gather(
     inside = one == 0
     place = one.to(tl.int64) + place
     ml = part + spans * length * E
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    whole1 = tl.zeros([1, E1], tl.float32)
-    whole2 = total
-    if E2 > 0:
-        whole2 = tl.zeros([1, E2], tl.float32)
+    whole1, whole2, total, top = nothing(1, E1, E2)
     for span in tl.range(first_span, last_span, loop_unroll_factor=4):
         here = place + span * length
         m = tl.load(ml + here)
@@ -334,7 +333,7 @@ def gather(
 def narrowed(plan: Plan, rows: int, device: Device, dtype: torch.dtype) -> Plan:
     """The plan with half the rows and half the warps where these rows are few: the same bits.
 
-    On Hopper each warp has 16 rows to itself, however many warps there are. Elsewhere, and in fp32, warps may share rows.
+    On Hopper each warp has 16 rows to itself, however many there are. Elsewhere, and in fp32, they may share rows.
     """
     few = plan.block_q == 2 * LEAST_ROWS >= rows and plan.warps == 8
     if not few or device.arch != HOPPER or dtype == torch.float32:
