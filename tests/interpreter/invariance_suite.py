@@ -8,6 +8,8 @@ import pytest
 import torch
 from budget import check
 from interpreter.decode_suite import OPTIONS, arrays
+from interpreter.small import small
+from interpreter.suite import agree
 from unit.invariance import Batch
 
 import relampago as rl
@@ -31,6 +33,13 @@ def test_a_sequence_has_the_bits_it_has_alone(seed, window, monkeypatch) -> None
         Batch(
             seed, 9, (torch.float32, torch.float16), backend="triton", more={"window": window}
         ).check()
+
+
+@pytest.mark.parametrize("name", ["large-values", "packed-cross", "bias-row"])
+def test_it_is_attention(name, device) -> None:
+    """Results and gradients, where spans are folded as they come."""
+    with rl.using(plan=Plan(block_q=16, block_k=16, span=32)):
+        agree(small(name), torch.float32, device, batch_invariant=True)
 
 
 @pytest.mark.parametrize(
