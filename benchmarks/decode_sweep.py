@@ -34,10 +34,11 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from relampago.api import Options, prepare  # noqa: E402
 from relampago.backends.triton import decode as kernels  # noqa: E402
 from relampago.cache import KVCache, PagedKVCache  # noqa: E402
+from relampago.lower import prepare  # noqa: E402
 from relampago.op import arrays_of  # noqa: E402
+from relampago.options import Options  # noqa: E402
 from relampago.plan import Plan  # noqa: E402
 from relampago.problem import Device  # noqa: E402
 

@@ -100,8 +100,9 @@ def run_sums() -> list[dict[str, Any]]:
 
 def run_gradients() -> list[dict[str, Any]]:
     """Relative errors of bf16 gradients with out and LSE of bf16 (what a backward does), and with those of FP8."""
-    from relampago.api import Options, prepare
+    from relampago.lower import prepare
     from relampago.op import backward_op
+    from relampago.options import Options
 
     g, rows = torch.Generator().manual_seed(0), []
     for size in (1.0, 3.0):

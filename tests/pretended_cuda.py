@@ -25,7 +25,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from relampago import api, op
+from relampago import op, warm
 from relampago.problem import Device
 
 H100 = Device("cuda", "sm90", 132, 227 * 1024)
@@ -100,13 +100,13 @@ class PretendedDriver:
 def pretended() -> Iterator[PretendedDriver]:
     """Inside, CPU tensors lie on an H100 that runs nothing."""
     library()
-    places = ((driver, "_active"), (Device, "of"), (op, "_check_cu_seqlens"), (api, "_on_device"))
+    places = ((driver, "_active"), (Device, "of"), (op, "_check_cu_seqlens"), (warm, "host_reads"))
     before = [vars(owner)[name] for owner, name in places]
     made = PretendedDriver()
     driver.set_active(made)
     Device.of = staticmethod(lambda device: H100)
     op._check_cu_seqlens = lambda x: None  # as on a device: reading would wait
-    api._on_device = lambda *cu_seqlens: True
+    warm.host_reads = lambda cu_seqlens: False
     knobs.runtime.kernel_load_end_hook.add(_know)
     try:
         yield made

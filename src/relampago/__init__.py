@@ -5,10 +5,9 @@ from relampago.api import (
     attention_varlen,
     partial,
     partial_backward,
-    set_batch_invariant,
-    using,
 )
 from relampago.decode import attention_decode
+from relampago.defaults import set_batch_invariant, using
 from relampago.errors import InvalidInput, Unsupported
 from relampago.explain import explain
 from relampago.masks.blocks import BlockSparse

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from relampago import validate
-from relampago.api import Options, Packing, prepare
+from relampago import validate, warm
 from relampago.cache import KVCache
+from relampago.lower import Call, prepare
 from relampago.op import forward, forward_op
+from relampago.options import Options, Packing, plain
 from relampago.quant import E4M3
-from relampago.warm import unwatched
 
 
 def attention_decode(
@@ -54,29 +55,80 @@ def attention_decode(
         InvalidInput: an argument is wrong, or the cache is full; nothing was appended then.
         Unsupported: no backend can run the call.
     """
-    validate.require(
-        [
-            ("cache", ("is a {}", type(cache).__name__), "a KVCache or PagedKVCache", isinstance(cache, KVCache)),
-            ("v_new", "is given without k_new, or k_new without it", "both or neither",
-             (k_new is None) == (v_new is None)),
-            ("max_seqlen_q", "is given without cu_seqlens_q, or cu_seqlens_q without it", "both or neither",
-             (cu_seqlens_q is None) == (max_seqlen_q is None)),
-            ("options", "hold a bias, dropout or gradient", "none of them in decoding",
-             not (set(options) & {"bias", "dropout_p", "dropout_seed", "deterministic"})),
-            ("options", "hold precision or scales", "a cache of float8_e4m3fn, which has them",
-             not (set(options) & {"precision", "q_descale", "k_descale", "v_descale"})),
-            ("q", "has dtype torch.float8_e4m3fn", "fp16, bf16 or fp32 in decoding", q.dtype != E4M3),
-        ]
-    )  # fmt: skip
-    packing = None
-    if cu_seqlens_q is not None and max_seqlen_q is not None:
-        packing = Packing(cu_seqlens_q, None, max_seqlen_q)
-    call = prepare(
-        q, cache.k, cache.v, Options(causal=causal, **cache.descales, **options), packing=packing,
-        cache=cache,
-    )  # fmt: skip
+
+    def validated() -> Call:
+        validate.require(
+            [
+                ("cache", ("is a {}", type(cache).__name__), "a KVCache or PagedKVCache", isinstance(cache, KVCache)),
+                ("v_new", "is given without k_new, or k_new without it", "both or neither",
+                 (k_new is None) == (v_new is None)),
+                ("max_seqlen_q", "is given without cu_seqlens_q, or cu_seqlens_q without it", "both or neither",
+                 (cu_seqlens_q is None) == (max_seqlen_q is None)),
+                ("options", "hold a bias, dropout or gradient", "none of them in decoding",
+                 not (set(options) & {"bias", "dropout_p", "dropout_seed", "deterministic"})),
+                ("options", "hold precision or scales", "a cache of float8_e4m3fn, which has them",
+                 not (set(options) & {"precision", "q_descale", "k_descale", "v_descale"})),
+                ("q", "has dtype torch.float8_e4m3fn", "fp16, bf16 or fp32 in decoding", q.dtype != E4M3),
+            ]
+        )  # fmt: skip
+        packing = None
+        if cu_seqlens_q is not None and max_seqlen_q is not None:
+            packing = Packing(cu_seqlens_q, None, max_seqlen_q)
+        said = Options(causal=causal, **cache.descales, **options)
+        return prepare(q, cache.k, cache.v, said, packing=packing, cache=cache)
+
+    attend = _short(
+        q, cache, cu_seqlens_q, causal, options,
+        (k_new is None, v_new is None, max_seqlen_q, type(max_seqlen_q)), validated,
+    ) or _long(validated())  # fmt: skip
     if k_new is not None and v_new is not None:
         cache.append(k_new, v_new, counts)
-    with torch.no_grad():
-        out, lse = forward(*call) if unwatched() else forward_op(*call)
+    out, lse = attend()
     return (out, lse) if return_lse else out
+
+
+Attend = Callable[[], tuple[Tensor, Tensor]]
+
+
+def _long(call: Call) -> Attend:
+    """What attends by the op."""
+
+    def attend() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return forward(*call) if warm.unwatched() else forward_op(*call)
+
+    return attend
+
+
+def _short(
+    q: Tensor, cache: KVCache, cu_q: Tensor | None, causal: bool, options: dict[str, Any],
+    more: tuple[Any, ...], validated: Callable[[], Call],
+) -> Attend | None:  # fmt: skip
+    """What attends as a like call did, see `warm`; None if the call must go the long way.
+
+    The names of the options and `more` are what the call is known by beside its tensors, so that what was validated
+    once holds for all that are alike.
+    """
+    if torch.compiler.is_compiling() or not isinstance(cache, KVCache):
+        return None
+    o = Options(causal=causal, **options)
+    said = plain(o)
+    if said is None:
+        return None
+    given = (
+        q, cache.k, cache.v, o.sinks, cu_q, None, cache.lengths, cache.page_table,
+        *(None if t is None else t.expand(cache.batch, -1)[..., None] for t in (cache.k_scale, cache.v_scale)),
+    )  # fmt: skip
+    key = warm.key_of(given, (cache.longest, *more, *options, *said))
+    if key is None:
+        return None
+    known = warm.known_of(key, given, validated)
+    tensors = [t for t in given if t is not None]
+
+    def attend() -> tuple[Tensor, Tensor]:
+        if not warm.recorded(tensors):
+            return known(tensors)
+        with torch.no_grad():
+            return known(tensors)
+
+    return attend

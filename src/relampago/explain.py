@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from relampago.api import Options, prepare
+from relampago.lower import prepare
 from relampago.op import problem_of
+from relampago.options import Options
 from relampago.plan import Plan
 from relampago.problem import Device, Facts, Problem
 from relampago.select import choose, refusals

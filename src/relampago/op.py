@@ -9,6 +9,7 @@ happen inside, where sizes are concrete. Which op is the derivative of which sta
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -73,7 +74,7 @@ tangent_op = torch.ops.relampago.tangent.default
 backward_tangent_op = torch.ops.relampago.backward_tangent.default
 
 
-def gather(args: tuple[Any, ...]) -> tuple[Arrays, Facts]:
+def gather(args: Sequence[Any]) -> tuple[Arrays, Facts]:
     """The op's flat arguments as `Arrays` and `Facts`; sizes = (offset, longest q, longest k)."""
     (q, k, v, bias, sinks, mask, cu_q, cu_k, lens_k, page_table, row_start, row_end, seed, q_scale, k_scale, v_scale,
      blocks, mod_args, sizes, text) = args  # fmt: skip
@@ -183,7 +184,26 @@ def _backward(
 def _backward_args(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any
 ) -> tuple[Any, ...]:
-    x, facts = gather(args)
+    x, grads = gradients(dout, dlse, out, lse, wanted, args)
+    return (
+        *_returned(x, grads),
+        [
+            _absent(x.q) if grad is None else grad.to(source.dtype)
+            for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
+        ],
+    )
+
+
+def gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[bool],
+    call: Sequence[Any],
+) -> tuple[Arrays, Grads]:
+    """The arrays of a call, and their gradients as its backend gives them; `in_dtype` is what is left to do."""
+    x, facts = gather(call)
     if facts.precision is not None and x.q.dtype != E4M3:
         x, facts = replace(x, precision=None), facts._replace(precision=None, plan=())
         if (
@@ -197,13 +217,7 @@ def _backward_args(
     problem = describe(x, facts, wanted=wish)
     backend, plan = _decide(problem, facts.backend, facts.plan)
     grads = backend.backward(problem, plan, x, Saved(out, lse), dout, dlse, wish)
-    return (
-        *_returned(x, grads),
-        [
-            _absent(x.q) if grad is None else grad.to(source.dtype)
-            for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
-        ],
-    )
+    return x, grads
 
 
 @torch.library.impl(library, "tangent", "CompositeExplicitAutograd")
@@ -247,11 +261,16 @@ def _backward_tangent(
 
 def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
     """Gradients of the inputs as an op returns them."""
+    return tuple(_absent(x.q) if grad is None else grad for grad in in_dtype(x, grads))
+
+
+def in_dtype(x: Arrays, grads: Grads) -> list[Tensor | None]:
+    """Gradients of the inputs in the dtype that they are held in."""
     inputs = (x.q, x.k, x.v, x.bias, x.sinks)
-    return tuple(
-        _absent(x.q) if source is None or grad is None else grad.to(x.dtype or source.dtype)
+    return [
+        None if source is None or grad is None else grad.to(x.dtype or source.dtype)
         for grad, source in zip(grads[:5], inputs, strict=True)
-    )
+    ]
 
 
 def _absent(like: Tensor) -> Tensor:

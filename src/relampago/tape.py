@@ -309,16 +309,16 @@ def again(name: str, args: tuple[Any, ...], anew: Callable[..., Results]) -> Res
             for value in args
         ])  # fmt: skip
 
-    return like(_known, tuple(key))(tensors, whole)
+    return like(tuple(key))(tensors, whole)
 
 
-def like(known: dict[Any, Like], key: Any) -> Like:
+def like(key: Any) -> Like:
     """What is known of the calls of a key."""
-    found = known.get(key)
+    found = _known.get(key)
     if found is None:
-        if len(known) >= MOST:
-            known.clear()
-        found = known[key] = Like()
+        if len(_known) >= MOST:
+            _known.clear()
+        found = _known[key] = Like()
     return found
 
 

@@ -21,6 +21,7 @@ from triton import knobs
 import relampago as rl
 from relampago import start, tape, warm
 from relampago.backends.gluon import launch as gluon_launch
+from relampago.cache import CacheView
 
 pytestmark = [
     pytest.mark.skipif(cuda.COMPILER is None, reason="no C compiler"),
@@ -131,6 +132,34 @@ def shards(q, k, v):
     return rl.partial(q, k, v, into=(out, lse), causal=True, backend="triton")
 
 
+def cached(**options: Any):
+    def call(q, k, v):
+        lengths = torch.full((1,), k.shape[1], dtype=torch.int32)
+        return rl.attention_decode(q, CacheView(k, v, lengths), return_lse=True, **options)
+
+    return call
+
+
+def paged(q, k, v):
+    k, v = (t.view(-1, 64, *t.shape[2:]) for t in (k, v))
+    table = torch.arange(k.shape[0], dtype=torch.int32)[None]
+    lengths = torch.full((1,), 64 * k.shape[0], dtype=torch.int32)
+    return rl.attention_decode(q, CacheView(k, v, lengths, table), return_lse=True)
+
+
+def in_fp8(q, k, v):
+    lengths, scale = torch.full((1,), k.shape[1], dtype=torch.int32), torch.ones(k.shape[2])
+    view = CacheView(*(t.to(torch.float8_e4m3fn) for t in (k, v)), lengths, None, scale, scale)
+    return rl.attention_decode(q, view, return_lse=True)
+
+
+def packed_steps(q, k, v):
+    cu, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [k.shape[1]]))
+    more = {"cu_seqlens_q": cu, "max_seqlen_q": 1}
+    return rl.attention_decode(q[0], CacheView(k, v, lengths), return_lse=True, **more)
+
+
+STEP = {"length": 1, "heads": 8, "kv_heads": 2, "keys": 4096}
 CALLS = {
     "gluon": (forward(causal=True, backend="gluon_sm90"), {}),
     "gluon-packed": (packed(causal=True, backend="gluon_sm90"), {}),
@@ -140,7 +169,11 @@ CALLS = {
     "triton-mask": (forward(mask=rl.Causal(), softcap=5.0, backend="triton"), {}),  # by the op
     "triton-gradients": (gradients(causal=True, backend="triton"), {"dout": True}),
     "triton-into": (shards, {}),
-    "decode": (forward(), {"length": 1, "heads": 8, "kv_heads": 2, "keys": 4096}),
+    "decode": (forward(), STEP),
+    "cache": (cached(window=(300, 0), sinks=torch.zeros(8)), STEP),
+    "cache-pages": (paged, STEP),
+    "cache-fp8": (in_fp8, STEP),
+    "cache-packed": (packed_steps, STEP),
 }
 
 
@@ -212,6 +245,27 @@ def test_keys_that_are_the_values_are_two_tensors_the_next_time(card, played) ->
         want, results = run(call, [q, k, v])
     assert_alike(want, again, [q, k, v, *results], [q, k, v, *found])
     assert_alike(again, want, [q, k, v, *found], [q, k, v, *results])
+
+
+@pytest.mark.pinned
+def test_saved_tensors_that_come_back_otherwise_are_another_call(card, played) -> None:
+    """`saved_tensors_hooks` may give a backward other strides than the forward had."""
+    call = gradients(causal=True, backend="triton")
+    given = [[*draw(), torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)] for _ in range(2)]
+    for _ in range(3):
+        run(call, given[0])
+    played.clear()
+
+    def turned(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 4 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, turned):
+        for _ in range(3):
+            found, results = run(call, given[1])
+        with cold():
+            want, cold_results = run(call, given[1])
+    assert played == [True, True, True, True]  # three forwards, and the third backward
+    assert_alike(want, found, given[1] + cold_results, given[1] + results)
 
 
 def warmed(backend: str = "triton"):

@@ -24,6 +24,8 @@ LEVELS = (
     ("derivatives",),
     ("measure", "warm"),
     ("validate",),
+    ("defaults",),
+    ("options", "lower"),
     ("api",),
     ("explain", "cases"),
 )

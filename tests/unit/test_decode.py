@@ -219,3 +219,15 @@ def test_bad_views_and_packings() -> None:
         rl.attention_decode(rows, view, cu_seqlens_q=cu, max_seqlen_q=1)
     with pytest.raises(rl.InvalidInput, match="cache holds 3 sequences; expected 2"):
         rl.attention_decode(rows, view, cu_seqlens_q=cu[:3], max_seqlen_q=2)
+
+
+def test_under_torch_compile() -> None:
+    """In one graph, with a cache from outside."""
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)
+    cache = CacheView(k, v, torch.tensor([20, 9], dtype=torch.int32))
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        return rl.attention_decode(q, cache, window=(5, 0))
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), step(q))

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import relampago as rl
 from relampago import warm
+from relampago.cache import KVCache, PagedKVCache
 
 
 @pytest.fixture
@@ -85,6 +86,131 @@ def test_bad_input_is_refused_after_a_like_call(taken) -> None:
         rl.attention(q, k, v, window=[3])
 
 
+def test_true_is_not_one_and_a_list_is_no_number(taken) -> None:
+    """Python calls True and 1 equal, and 5.0 and 5; validation does not."""
+    q, k, v = make()
+    rl.attention(q, k, v, window=(1, 0))
+    for window in ((True, 0), (1.0, 0)):
+        with pytest.raises(rl.InvalidInput, match="window has left"):
+            rl.attention(q, k, v, window=window)
+    with pytest.raises(rl.InvalidInput, match="scale is"):
+        rl.attention(q, k, v, scale=[1.0])
+    rl.attention(q, k, v)
+    with pytest.raises(rl.InvalidInput, match="dropout_p is"):
+        rl.attention(q, k, v, dropout_p=torch.tensor(0.0))
+
+
+CACHES = {
+    "room": lambda: KVCache(2, 24, 2, 16, dtype=torch.float32),
+    "pages": lambda: PagedKVCache(2, 9, 4, 2, 16, dtype=torch.float32),
+    "FP8": lambda: KVCache(
+        2, 24, 2, 16, dtype=torch.float8_e4m3fn, k_scale=torch.ones(2), v_scale=torch.ones(2)
+    ),
+}
+
+
+def step(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(2, 1, heads, 16).to(dtype) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (3, 0), "softcap": 2.0}, {"sinks": torch.randn(4)}]
+)
+def test_decoding_gives_what_the_op_gives(taken, kind, options) -> None:
+    cache, other = CACHES[kind](), CACHES[kind]()
+    for _ in range(3):
+        q, k, v = step()
+        out, lse = rl.attention_decode(q, cache, k, v, return_lse=True, **options)
+        with FlopCounterMode(display=False):
+            want, want_lse = rl.attention_decode(q, other, k, v, return_lse=True, **options)
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)
+    assert taken == {"first": 1, "again": 2}
+    leaf = q.clone().requires_grad_()
+    assert not rl.attention_decode(leaf, cache, **options).requires_grad
+
+
+BAD_STEPS = {
+    "k_new alone": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k),
+        "v_new is given without",
+    ),
+    "heads": (
+        lambda q, k, v, cache: rl.attention_decode(q[:, :, :3], cache, k, v),
+        "does not divide",
+    ),
+    "batch": (
+        lambda q, k, v, cache: rl.attention_decode(q[:1], cache, k, v),
+        "cache holds 2 sequences",
+    ),
+    "dtype": (lambda q, k, v, cache: rl.attention_decode(q.half(), cache, k, v), "k has dtype"),
+    "dropout": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, dropout_p=0.0),
+        "options hold",
+    ),
+    "deterministic": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, deterministic=None),
+        "options hold",
+    ),
+    "scales": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, k_descale=None),
+        "options hold",
+    ),
+    "cu alone": (
+        lambda q, k, v, cache: rl.attention_decode(
+            q, cache, k, v, cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32)
+        ),
+        "max_seqlen_q is given without",
+    ),
+    "max alone": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, max_seqlen_q=1),
+        "max_seqlen_q is given",
+    ),
+    "cache": (lambda q, k, v, cache: rl.attention_decode(q, None, k, v), "cache is a NoneType"),
+    "window": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, window=(True, None)),
+        "window has left",
+    ),
+    "sinks": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, sinks=torch.randn(3)),
+        "sinks has shape",
+    ),
+    "unknown": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, heads=4),
+        "unexpected keyword",
+    ),
+    "the backend": (
+        lambda q, k, v, cache: rl.attention_decode(q, cache, k, v, backend="gluon_sm90"),
+        "gluon_sm90",
+    ),
+    "new keys": (lambda q, k, v, cache: rl.attention_decode(q, cache, k.half(), v), "k is"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_bad_step_of_decoding_is_refused_after_a_like_one(taken, name) -> None:
+    """What is known of good calls hides no error, and nothing is appended."""
+    cache, (call, message) = CACHES["room"](), BAD_STEPS[name]
+    q, k, v = step()
+    for options in ({}, {"window": (1, None)}):
+        rl.attention_decode(q, cache, k, v, **options)
+        rl.attention_decode(q, cache, **options)
+    with pytest.raises((rl.InvalidInput, rl.Unsupported, TypeError), match=message):
+        call(q, k, v, cache)
+    assert cache.lengths.tolist() == [2, 2]
+    assert taken["first"] == 4
+
+
+def test_a_full_cache_is_found_in_a_warm_call(taken) -> None:
+    cache, (q, k, v) = KVCache(2, 3, 2, 16, dtype=torch.float32), step()
+    for _ in range(3):
+        rl.attention_decode(q, cache, k, v)
+    with pytest.raises(rl.InvalidInput, match="the room is 3"):
+        rl.attention_decode(q, cache, k, v)
+    assert taken == {"first": 1, "again": 2}
+
+
 def test_those_who_watch_ops_see_them(taken) -> None:
     q, k, v = make()
     rl.attention(q, k, v)
@@ -148,6 +274,14 @@ def test_gradients_are_those_of_the_op(taken, options, uses) -> None:
             assert short is None or torch.equal(short, long)
     assert taken["first"] == 1
     assert taken["again"] == 1
+
+
+def test_batched_gradients_are_refused_as_by_the_op(taken) -> None:
+    """`is_grads_batched` hands tensors without memory to a backward, and tells nobody."""
+    leaf = make()[0].requires_grad_()
+    out = rl.attention(leaf, leaf, leaf)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for relampago::backward"):
+        torch.autograd.grad(out, leaf, torch.randn(3, *out.shape), is_grads_batched=True)
 
 
 def test_gradient_without_a_graph_is_that_of_the_op(taken) -> None:

@@ -85,10 +85,11 @@ def _subject(
     import torch
 
     import relampago as rl
-    from relampago.api import Options, prepare
     from relampago.cases import BENCH
     from relampago.errors import InvalidInput
+    from relampago.lower import prepare
     from relampago.op import arrays_of, problem_of
+    from relampago.options import Options
     from relampago.problem import Saved, Wanted
     from relampago.select import by_name
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relampago.api import autocast
 from relampago.distributed.exchange import Scores
 from relampago.distributed.plan import ContextParallelPlan, plan_of
 from relampago.distributed.program import Course, Forward, Saved, backward, forward
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import drive
 from relampago.errors import InvalidInput, Unsupported
+from relampago.lower import autocast
 from relampago.problem import accumulate_dtype
 
 library = torch.library.Library("relampago", "FRAGMENT")

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relampago.api import Options, prepare
 from relampago.cache import KVCache
 from relampago.distributed.accumulate import Output
 from relampago.distributed.transport import (
@@ -25,8 +24,10 @@ from relampago.distributed.transport import (
     drive,
 )
 from relampago.errors import InvalidInput, Unsupported
+from relampago.lower import prepare
 from relampago.merge import merge
 from relampago.op import forward_op
+from relampago.options import Options
 
 
 class ShardedKVCache:

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relampago.api import Options, Packing, prepare
 from relampago.distributed.attention import attention
 from relampago.distributed.exchange import pack
 from relampago.distributed.plan import ContextParallelPlan
 from relampago.distributed.transport import GroupTransport, Shape, check_group
 from relampago.errors import InvalidInput, Unsupported
+from relampago.lower import prepare
 from relampago.op import backward_op, forward_op
+from relampago.options import Options, Packing
 from relampago.problem import accumulate_dtype
 
 

@@ -314,7 +314,7 @@ def view_of(call: Readable, lengths: Tensor, room: Room, leftpad: Tensor | None)
     """The cache as `attention_decode` reads it."""
     k, v, scales = call.k, call.v, (call.k_scale, call.v_scale)
     if leftpad is None:
-        if room.pages is None:
+        if room.pages is None and k.shape[0] != lengths.shape[0]:
             k, v = k[: lengths.shape[0]], v[: lengths.shape[0]]
         return CacheView(k, v, lengths, room.pages, *scales)
     first = leftpad[:, None].long() + torch.arange(room.room, device=k.device)

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from relampago import validate
-from relampago.api import Call, Options, Packing, prepare
 from relampago.errors import InvalidInput
+from relampago.lower import Call, prepare
+from relampago.options import Options, Packing
 
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 SHAPING = (

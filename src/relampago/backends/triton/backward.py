@@ -50,7 +50,9 @@ def backward(
         return grads if x.sinks is None else grads._replace(sinks=lone_sinks(x, saved, dlse))
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
-    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims, fixed)
+    fused = not deterministic and plan.fused and dims[0] <= 256
+    target = torch.empty(q.shape, dtype=torch.float32, device=q.device) if fused else None
+    shift, delta = rows_before(x, saved.lse, out, dout, dlse, natural, dims, target, fixed)
     sq, sk, sv, sdo = A.strides(q), A.strides(k), A.strides(v), A.strides(dout)
     lists = A.sparse_of(x, False)
     tiles, block_q = cut_queries(x, by_query)
@@ -61,8 +63,6 @@ def backward(
     norm = normaliser(x, by_query, q, k, shift, natural, dims, fixed)
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     stride = None if dbias is None else A.part_of(dbias)
-    fused = not deterministic and plan.fused and dims[0] <= 256
-    target = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
     if (wanted.q and not fused) or (dbias is not None and not fused):
         boxes = A.NO_BOXES
         if by_query.tma and x.cu_k is None and x.blocks is None:
@@ -112,20 +112,21 @@ def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
 
 def rows_before(
     x: Arrays, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
-    dims: tuple[int, ...], fixed: bool = False,
+    dims: tuple[int, ...], sums: Tensor | None = None, fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(shift, delta), shaped like LSE."""
+    """(shift, delta), shaped like LSE; sums of dQ are set to 0."""
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    shift, delta = (torch.empty(lse.shape, dtype=lse.dtype, device=lse.device) for _ in range(2))
     length, heads = out.shape[-3], out.shape[-2]
     plan = NARROW if dims[3] <= 128 else WIDE
     tiles = triton.cdiv(length, plan.block_q)
     batch = out.shape[0] if x.cu_q is None else 1
     launch(
-        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, delta, shift,
-        A.strides(out), A.strides(dout), A.lse_strides(x), heads, length, tiles, *dims[3:],
-        plan.block_q, natural, fixed, fusion=not fixed,
+        prepare, tiles * heads * batch, plan, out, dout, lse, dlse, delta, shift, sums,
+        A.strides(out), A.strides(dout), A.lse_strides(x),
+        None if sums is None else A.strides(sums), heads, length, tiles, *dims, plan.block_q,
+        natural, fixed, fusion=not fixed,
     )  # fmt: skip
     return shift, delta
 
@@ -137,7 +138,7 @@ def normaliser(
     """1 / Σ weights of rows with a huge LSE, 1 of others; None where LSE is exact enough, or a larger attention's."""
     if x.shard or not (natural or q.dtype == torch.float32):
         return None
-    norm = torch.empty_like(shift)
+    norm = torch.empty(shift.shape, dtype=shift.dtype, device=shift.device)
     tiles, block_q = cut_queries(x, plan)
     _, block_k = cut_keys(x, plan)
     size = A.size_of(x, tiles, (dims[0] + dims[3]) * q.element_size())

@@ -25,6 +25,7 @@ from relampago.backends.triton.tile import (
     power,
     rows_of,
     scores,
+    store_tile,
     weights,
 )
 
@@ -52,13 +53,14 @@ def row_sums(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr):
 
 @triton.jit
 def prepare(
-    out, dout, lse, dlse, delta, shift, so, sdo, sl, heads, length, tiles,
-    E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr,
-    FIXED: tl.constexpr,
+    out, dout, lse, dlse, delta, shift, sums, so, sdo, sl, ss, heads, length, tiles,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
+    E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout · out) - dlse (Algorithm 2, line 4); shift = LSE, in base 2 unless NATURAL.
 
     A row that sees nothing has shift inf, so that its weights are 0. Packed rows are one long sequence here.
+    Sums of dQ, if there are, are set to 0.
     """
     pid = tl.program_id(0)
     row, head, b = pid % tiles * BQ, pid // tiles % heads, pid // tiles // heads
@@ -66,21 +68,26 @@ def prepare(
     dout += origin(sdo, b, 0, head)
     o = load_tile(out, row, length, so.l, E, 0, E1, BQ, True).to(tl.float32)
     do = load_tile(dout, row, length, sdo.l, E, 0, E1, BQ, True).to(tl.float32)
-    sums = row_sums(o * do, BQ, E1, FIXED)
+    dots = row_sums(o * do, BQ, E1, FIXED)
     if E2 > 0:
         o = load_tile(out, row, length, so.l, E, E1, E2, BQ, True).to(tl.float32)
         do = load_tile(dout, row, length, sdo.l, E, E1, E2, BQ, True).to(tl.float32)
-        sums += row_sums(o * do, BQ, E2, FIXED)
+        dots += row_sums(o * do, BQ, E2, FIXED)
     rows = row + tl.arange(0, BQ)
     inside = rows < length
     at = origin(sl, b, 0, head) + rows
     total = tl.load(lse + at, mask=inside, other=float("-inf"))
     if dlse is not None:
-        sums -= tl.load(dlse + at, mask=inside, other=0.0).to(tl.float32)
+        dots -= tl.load(dlse + at, mask=inside, other=0.0).to(tl.float32)
     empty = total == float("-inf")
-    tl.store(delta + at, tl.where(empty, 0.0, sums), mask=inside)
+    tl.store(delta + at, tl.where(empty, 0.0, dots), mask=inside)
     total = tl.where(empty, float("inf"), total) * (1.0 if NATURAL else LOG2E)
     tl.store(shift + at, total, mask=inside)
+    if sums is not None:
+        sums += origin(ss, b, 0, head)
+        store_tile(sums, row, length, ss.l, tl.zeros([BQ, D1], tl.float32), D, 0, D1, BQ)
+        if D2 > 0:
+            store_tile(sums, row, length, ss.l, tl.zeros([BQ, D2], tl.float32), D, D1, D2, BQ)
 
 
 @triton.jit(do_not_specialize=["size", "band"])

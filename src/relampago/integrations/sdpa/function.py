@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from relampago.api import Options, prepare
 from relampago.derivatives import run
 from relampago.integrations.refusals import Refused, expect, refuses
 from relampago.integrations.sdpa.ragged import attend_nested
+from relampago.lower import prepare
+from relampago.options import Options
 
 
 @refuses

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relampago.api import Call, Options, Packing, prepare
 from relampago.cache import CacheView
 from relampago.integrations.refusals import expect, refuses
+from relampago.lower import Call, prepare
 from relampago.op import backward_op, forward_op
+from relampago.options import Options, Packing
 
 NAME = "relampago"
 
