@@ -422,3 +422,15 @@ def test_what_cannot_be_written_down_is_done_anew(card, played, name) -> None:
         known([torch.full((3,), float(n))], anew)
     assert known.why_not
     assert known.played is None
+
+
+def test_hopper_leaves_a_result_as_it_is_for_a_shard_without_keys(card) -> None:
+    q, k, v = draw()
+    whole = torch.randn(1, 64, 4, 64), torch.randn(1, 4, 64)
+    kept = [t.clone() for t in whole]
+    none = k[:, :0], v[:, :0]
+    rl.partial(q, *none, into=whole, backend="gluon_sm90")
+    assert all(torch.equal(a, b) for a, b in zip(whole, kept, strict=True))
+    dq, dk, dv = rl.partial_backward(q, q, *none, *whole, backend="gluon_sm90")
+    assert not dq.any()
+    assert dk.shape == dv.shape == none[0].shape

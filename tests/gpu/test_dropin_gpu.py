@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from budget import check
-from integrations.formula import both, seen
+from integrations.formula import attend, both, seen
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relampago import flash_attn as fa
@@ -26,6 +28,19 @@ def judge(name, out, lse, q, k, v, mask, **rest) -> None:
     got = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
     rows = (t.detach().cpu() for t in (q, k, v))
     check(name, got, *both(*rows, mask, dtype=HALF, **rest), HALF)
+
+
+def formula(inputs, g, causal, dtype) -> dict[str, torch.Tensor]:
+    """Out and gradients of (B, heads, L, D) tensors."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    length = inputs[0].shape[2]
+    mask = seen(length, length, causal=causal).to(g.device)
+    out = attend(*(t.transpose(1, 2) for t in leaves), mask, dtype=dtype)[0].transpose(1, 2)
+    return named(out, *torch.autograd.grad(out, leaves, g.to(dtype)))
+
+
+def named(*found) -> dict[str, torch.Tensor]:
+    return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
 
 
 @pytest.fixture
@@ -56,10 +71,8 @@ def test_torchs_dispatcher_forward_and_backward(calls, causal) -> None:
         g = torch.randn_like(out)
         grads = torch.autograd.grad(out, (q, k, v), g)
     assert calls == ["forward", "backward"]
-    with sdpa.routed():
-        want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        torch.testing.assert_close(out, want)
-        torch.testing.assert_close(grads, torch.autograd.grad(want, (q, k, v), g))
+    expected = (formula((q, k, v), g, causal, t) for t in (HALF, torch.float64))
+    check("dispatched", named(out, *grads), *expected, HALF)
     torch.nn.attention.restore_flash_attention_impl()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         F.scaled_dot_product_attention(q, k, v)
@@ -76,8 +89,9 @@ def test_torchs_dispatcher_ragged_and_compiled(calls) -> None:
     assert calls[:1] == ["forward"]
     assert nested.grad is not None
     for got, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
-        want = sdpa.scaled_dot_product_attention(*[part.transpose(0, 1)[None]] * 3, is_causal=True)
-        torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=2**-7, atol=2**-7)
+        alone = part.cpu(), part.cpu(), part.cpu(), seen(len(part), len(part), causal=True)
+        expected = ({"out": pair["out"]} for pair in both(*alone, dtype=HALF))
+        check("ragged", {"out": got}, *expected, HALF)
     before = len(calls)
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -85,9 +99,7 @@ def test_torchs_dispatcher_ragged_and_compiled(calls) -> None:
     )
     (x,) = tensors((2, 8, 300, 64), grad=False)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        torch.testing.assert_close(
-            compiled(x), F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        )
+        assert torch.equal(compiled(x), F.scaled_dot_product_attention(x, x, x, is_causal=True))
     assert len(calls) == before + 2
 
 
@@ -103,13 +115,7 @@ def test_routed_and_compiled_by_inductor() -> None:
     def results(fn, dtype):
         wide = tuple(t.detach().to(dtype).requires_grad_() for t in leaves)
         out = fn(*wide)
-        return dict(
-            zip(
-                ("out", "dq", "dk", "dv"),
-                (out, *torch.autograd.grad(out, wide, g.to(dtype))),
-                strict=True,
-            )
-        )
+        return named(out, *torch.autograd.grad(out, wide, g.to(dtype)))
 
     with sdpa.routed():
         got = results(torch.compile(fn, fullgraph=True), HALF)
@@ -180,9 +186,15 @@ def test_an_engines_step_in_a_graph() -> None:
         q.normal_()
         place()
         graph.replay()
-        torch.testing.assert_close(out, step())
+        assert torch.equal(out, step())
 
 
+# Left alone, continuous batching takes 0.9 of a card's memory for keys, whoever shares it, and warms up by attending to
+# them all: with this model 171 million tokens of an H200.
+ROOM = {"num_blocks": 16, "max_batch_tokens": 256}
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_flash_attention_2_and_continuous_batching() -> None:
     transformers = pytest.importorskip("transformers")
@@ -199,12 +211,32 @@ def test_transformers_flash_attention_2_and_continuous_batching() -> None:
         words = transformers.GenerationConfig(
             max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None
         )
-        found = model.generate_batch(inputs=prompts, generation_config=words)
-        tokens = [result.generated_tokens for result in found.values()]
-        for prompt, got in zip(prompts, tokens, strict=True):
-            ids = torch.tensor([prompt], device="cuda")
-            want = model.generate(ids, generation_config=words)[0, len(prompt) :].tolist()
-            assert len(got) == len(want)
-            assert got[0] == want[0]
+        room = transformers.ContinuousBatchingConfig(**ROOM)
+        found = model.generate_batch(
+            inputs=prompts, generation_config=words, continuous_batching_config=room
+        )
+        together = [result.generated_tokens for result in found.values()]
+        alone = [
+            model.generate(torch.tensor([p], device="cuda"), generation_config=words)[0, len(p) :]
+            for p in prompts
+        ]
     finally:
         fa.uninstall()
+    model.set_attn_implementation("eager")
+    for prompt, one, other in zip(prompts, together, alone, strict=True):
+        judge_tokens(model, prompt, one)
+        judge_tokens(model, prompt, other.tolist())
+
+
+def judge_tokens(model, prompt: list[int], written: list[int]) -> None:
+    """Each token's logit is the largest, but for what both of two logits may be off: four times eager attention's."""
+    assert len(written) == 6
+    ids = torch.tensor([prompt + written], device=model.device)
+    with torch.no_grad():
+        standard, oracle = (
+            m(ids).logits[0, len(prompt) - 1 : -1].double()
+            for m in (model, copy.deepcopy(model).double())
+        )
+    error = (standard - oracle).abs().max()
+    chosen = oracle.gather(1, torch.tensor(written, device=model.device)[:, None])[:, 0]
+    assert (oracle.amax(1) - chosen <= 2 * 4 * error).all()

@@ -1,6 +1,7 @@
 """What the interpreter tries of Triton's kernels beside the catalogue, on a card: forced plans, caches, odd input."""
 
 from interpreter.suite import (  # noqa: F401
+    dirty,
     test_a_mod_without_arguments,
     test_dropout_bits,
     test_fold_into_other_keys,

@@ -157,25 +157,24 @@ def test_a_bias_of_the_least_number_keeps_its_weights(device) -> None:
     """LSE cannot carry the log of the sum beside finfo.min; the parts' maxima and sums can."""
     bias = torch.full((1, 1, 1, 48), torch.finfo(torch.float32).min)
     x = arrays("dense", 1, torch.float32, device, bias=bias)
-    one, many = decode(x, PLAN, splits=1), decode(x, PLAN, splits=3)
-    torch.testing.assert_close(many, one)
+    for splits in (1, 3):
+        agree(x, torch.float32, splits)
 
 
 def test_the_last_tile_is_masked_only_where_needed(device) -> None:
     """48 keys of a dense tensor in tiles of 16: nothing is masked, and nothing differs."""
-    plan = Plan(block_q=16, block_k=32)
     x = arrays("dense", 1, torch.float32, device)
-    torch.testing.assert_close(decode(x, plan, splits=1), decode(x, PLAN, splits=1))
+    for block_k in (16, 32):
+        agree(x, torch.float32, 1, Plan(block_q=16, block_k=block_k))
 
 
 def test_views_of_a_fused_tensor(device) -> None:
     """Any strides: (B, heads, length, dim) seen as (B, length, heads, dim), and a slice of fused k and v."""
     x = arrays("dense", 2, torch.float32, device)
-    want = decode(x, PLAN, splits=2)
     fused = torch.cat([x.k, x.v], -1)
     x.q = x.q.transpose(1, 2).contiguous().transpose(1, 2)
     x.k, x.v = fused[..., :D], fused[..., D:]
-    torch.testing.assert_close(decode(x, PLAN, splits=2), want)
+    agree(x, torch.float32, 2)
 
 
 @pytest.mark.parametrize("kind", ["cache", "page7"])
@@ -205,11 +204,14 @@ def test_chunks_in_the_drop_in(rows, device) -> None:
     q = torch.randn(B, rows, H, D, generator=torch.Generator().manual_seed(6)).to(device)
     arguments = (q, cache.k, cache.v)
     words = {"cache_seqlens": cache.lengths, "block_table": cache.page_table, "causal": True}
-    got, want = (
-        under(backend, flash_attn_with_kvcache, *arguments, attention_chunk=8, **words)
-        for backend in ("triton", "reference")
+    words.update(attention_chunk=8, return_softmax_lse=True)
+    wide = tuple(t.double() for t in arguments)
+    asked = (("triton", arguments), ("reference", arguments), ("reference", wide))
+    found = (
+        dict(zip(("out", "lse"), under(name, flash_attn_with_kvcache, *t, **words), strict=True))
+        for name, t in asked
     )
-    torch.testing.assert_close(got, want)
+    check("chunks", *found, torch.float32)
 
 
 def under(backend, function, *args, **kwargs):

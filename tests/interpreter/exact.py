@@ -1,7 +1,7 @@
-"""Triton's interpreter, made exact: bf16 as hardware has it, and products that do not depend on their layout.
+"""Triton's interpreter, made exact: bf16 and NaN as hardware has them, and products that do not depend on their layout.
 
-As shipped (3.6 to 3.9) it multiplies bf16 as raw integers, cuts instead of rounding, and lets BLAS sum K·Qᵀ in another
-order than Q·Kᵀ, which no GPU does.
+As shipped (3.6 to 3.9) it multiplies bf16 as raw integers, cuts instead of rounding, keeps NaN in a maximum that drops
+it on a GPU, and lets BLAS sum K·Qᵀ in another order than Q·Kᵀ, which no GPU does.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def patch() -> None:
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
+    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
     if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
         tensor = interpreter.tl.tensor
         tensor.__index__ = lambda self: int(self.handle.data.reshape(()).item())

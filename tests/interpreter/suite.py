@@ -14,6 +14,7 @@ from oracle import dense, run
 import relampago as rl
 from relampago import dropout
 from relampago.api import Options, Packing, prepare
+from relampago.backends.reference import attend
 from relampago.backends.triton import backward, forward
 from relampago.cases import find
 from relampago.op import arrays_of
@@ -93,11 +94,12 @@ PLAN = Plan(block_q=32, block_k=32)
 def test_fold_into_other_keys(name, device) -> None:
     """What another shard found, as rows of a longer result; a row that neither sees stays 0 with LSE -inf."""
     x = lowered(small(name), device)
-    out, lse = forward.forward(x, PLAN)
-    b, n, h, e = out.shape
-    other, other_lse = torch.randn_like(out), torch.randn_like(lse)
+    standard, oracle = (attend(x, dtype) for dtype in (torch.float32, torch.float64))
+    b, n, h, e = standard[0].shape
+    other, other_lse = (torch.randn_like(t) for t in standard)
     other[:, 1], other_lse[:, :, 1] = 0, -torch.inf
-    want = rl.merge((other, other_lse), (out, lse))
+    standard = rl.merge((other, other_lse), standard)
+    oracle = rl.merge((other.double(), other_lse.double()), oracle)
     longer, longer_lse = (
         torch.full(shape, 7.0, device=device) for shape in ((b, n + 40, h, e), (b, h, n + 40))
     )
@@ -105,8 +107,8 @@ def test_fold_into_other_keys(name, device) -> None:
     for t, value in zip(x.into, (other, other_lse), strict=True):
         t.copy_(value)
     forward.forward(x, PLAN)
-    for got, expected in zip(x.into, want, strict=True):
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
+    named = (dict(zip(("out", "lse"), pair, strict=True)) for pair in (x.into, standard, oracle))
+    check(f"into {name}", *named, torch.float32)
     assert (longer[:, :3] == 7).all()
     assert (longer[:, n + 3 :] == 7).all()
     assert (longer_lse[:, :, n + 3 :] == 7).all()
@@ -198,17 +200,23 @@ def _twice(score, q, k, head, args, math):
 
 def test_a_mod_without_arguments(device) -> None:
     q = torch.randn(1, 24, 2, 16, device=device)
-    got = rl.attention(q, q, q, score_mod=rl.ScoreMod(_twice), backend="triton")
-    want = rl.attention(q, q, q, scale=0.5, backend="reference")
-    torch.testing.assert_close(got, want)
+    got = call((q, q, q), {"score_mod": rl.ScoreMod(_twice), "backend": "triton"})
+    beside_the_formula("twice", got, (q, q, q), {"scale": 0.5})
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_odd_scales(scale, device) -> None:
-    q, k, v = torch.randn(3, 1, 24, 2, 16, device=device)
-    got = rl.attention(q, k, v, scale=scale, causal=True, backend="triton")
-    want = rl.attention(q, k, v, scale=scale, causal=True, backend="reference")
-    torch.testing.assert_close(got, want)
+    tensors = tuple(torch.randn(3, 1, 24, 2, 16, device=device))
+    options = {"scale": scale, "causal": True}
+    got = call(tensors, {**options, "backend": "triton"})
+    beside_the_formula(f"scale {scale}", got, tensors, options)
+
+
+def beside_the_formula(name, got, tensors, options) -> None:
+    """Out and LSE keep the budget of fp32."""
+    standard, oracle = (dense(tensors, options, t) for t in (torch.float32, torch.float64))
+    named = (dict(zip(("out", "lse"), pair, strict=True)) for pair in (got, standard, oracle))
+    check(name, *named, torch.float32)
 
 
 @pytest.mark.parametrize("fused", [0, 1])

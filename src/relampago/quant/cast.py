@@ -66,7 +66,7 @@ def quantise(
         scales = _found(wide, where, per, batch, blocks)
     else:
         check_scales("scales", scales, batch, heads, blocks, x.device)
-    scaled = wide / of_rows(scales, where, batch, blocks)[..., None]
+    scaled = wide * of_rows(scales, where, batch, blocks).reciprocal()[..., None]
     scaled = torch.where(owned[:, None, None], scaled, 0.0)
     return Quantised(
         saturated(scaled).view(x.shape), scales, (scaled.abs() > BEYOND).sum() if count else None
@@ -129,14 +129,15 @@ def _found(wide: Tensor, where: Tensor, per: Per, batch: int, blocks: int) -> Te
     largest = wide.new_zeros(batch * blocks + 1, heads)  # the last for rows of no sequence
     if wide.numel():
         index = torch.where(where < 0, batch * blocks, where)
-        most = wide.abs().amax(-1).nan_to_num(nan=0.0)
+        most = wide.abs().nan_to_num(nan=0.0).amax(-1)
         largest.scatter_reduce_(0, index[:, None].expand(-1, heads), most, "amax")
     largest = largest[:-1].view(batch, blocks, heads).transpose(1, 2)
     if per == "head":
         largest = largest.amax(2, keepdim=True)
     elif per == "tensor":
         largest = largest.amax().view(1, 1, 1) if largest.numel() else wide.new_zeros(1, 1, 1)
-    return (largest / LARGEST).clamp(LEAST_SCALE, MOST_SCALE).contiguous()
+    scales = largest * (1.0 / LARGEST)  # a division by a number rounds otherwise on CUDA
+    return scales.clamp(LEAST_SCALE, MOST_SCALE).contiguous()
 
 
 def _check(x: Tensor, per: str, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:

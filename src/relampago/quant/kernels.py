@@ -66,9 +66,20 @@ def load_part(
 
 
 @triton.jit
-def store_part(y, rows, inside, width, tile, COL: tl.constexpr):
+def in_units(x, scale):
+    """x by its scale, bit for bit as `quantise` has it; what is beyond e4m3's range saturates, NaN stays NaN.
+
+    Ties decide bits, and Triton's own division may be two units off: one of IEEE's for all, then a product for each.
+    """
+    x = x * tl.math.div_rn(1.0, scale)
+    x = tl.maximum(x, -MOST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, MOST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def store_part(y, rows, inside, width, tile, scale, COL: tl.constexpr):
     """The inverse of `load_part`, in e4m3."""
-    tile = tl.minimum(tl.maximum(tile, -MOST), MOST).to(y.dtype.element_ty)
+    tile = in_units(tile, scale).to(y.dtype.element_ty)
     col = COL + tl.arange(0, tile.shape[1])
     tl.store(y + rows.to(tl.int64)[:, None] * width + col[None, :], tile, mask=inside[:, None])
 
@@ -82,7 +93,7 @@ def largest(tile):
 @triton.jit
 def scale_of(most):
     """The scale that brings the largest entry to e4m3's."""
-    return tl.minimum(tl.maximum(most / MOST, LEAST_S), MOST_S)
+    return tl.minimum(tl.maximum(most * (1.0 / MOST), LEAST_S), MOST_S)
 
 
 @triton.jit(do_not_specialize=["length", "blocks"])
@@ -115,9 +126,9 @@ def cast_rows(
     y += head * (D1 + D2)
     if cu is None:
         y += tl.cast(b, tl.int64) * length * width
-    store_part(y, first + rows, inside, width, a / scale, 0)
+    store_part(y, first + rows, inside, width, a, scale, 0)
     if D2 > 0:
-        store_part(y, first + rows, inside, width, c / scale, D1)
+        store_part(y, first + rows, inside, width, c, scale, D1)
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "columns"])
@@ -141,7 +152,7 @@ def cast_columns(
         wide = tile.to(tl.float32)
         scale = scale_of(largest(wide))
         tl.store(scales + (b * heads + head) * blocks + block, scale)
-        tile = tl.minimum(tl.maximum(wide / scale, -MOST), MOST).to(y.dtype.element_ty)
+        tile = in_units(wide, scale).to(y.dtype.element_ty)
     start = place_of_key(keys)
     if cu is None:
         y += tl.cast(b, tl.int64) * heads * DIM * columns

@@ -229,7 +229,7 @@ def lse_of(x: Arrays, value: float | None) -> Tensor:
 
 def nothing(x: Arrays) -> tuple[Tensor, Tensor]:
     """Without keys: 0, and the LSE of nothing or of the sinks."""
-    out = x.q.new_zeros((*x.q.shape[:-1], x.v.shape[-1]))
+    out = x.q.new_zeros((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.out_dtype)
     lse = lse_of(x, float("-inf"))
     return out, lse if x.sinks is None else lse.copy_(x.sinks[:, None].expand(lse.shape))
 

@@ -159,18 +159,10 @@ def keys_along(
     v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK)  # [BK, EW]
     tk = t.k
     if t.k is not None:
-        tk = t.k
-        if t.k is not None:
-            tk = t.k
-            if t.k is not None:
-                tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK)
+        tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK)
     tv = t.v
     if t.v is not None:
-        tv = t.v
-        if t.v is not None:
-            tv = t.v
-            if t.v is not None:
-                tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
+        tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
     acc_k, acc_v = tl.zeros([BK, DW], tl.float32), tl.zeros([BK, EW], tl.float32)
     start, end, _full, _full_end = query_bounds(band, offset, b, k0, k_end, len_q)
     for member in range(size.group):
@@ -237,18 +229,10 @@ def queries_along(
     do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ)  # [BQ, EW]
     tq = t.q
     if t.q is not None:
-        tq = t.q
-        if t.q is not None:
-            tq = t.q
-            if t.q is not None:
-                tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ)
+        tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ)
     tdo = t.dout
     if t.dout is not None:
-        tdo = t.dout
-        if t.dout is not None:
-            tdo = t.dout
-            if t.dout is not None:
-                tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ)
+        tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ)
     at = origin(sl, b, first, head)
     top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ)
     norm = row.norm
