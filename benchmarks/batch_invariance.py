@@ -2,14 +2,19 @@
 
     PYTHONPATH=src:tests python benchmarks/batch_invariance.py --json benchmarks/results/cpu/batch-invariance.json
 
-On a GPU add --device cuda --backend triton. Times: medians of both ways in one run, in alternating order; the ratio is
-the median of the pairs' ratios. On a shared machine --cpu-time counts the CPU time of one thread instead.
+    PYTHONPATH=src:tests python benchmarks/batch_invariance.py --device cuda --backend triton --seconds 110 --json ...
+
+Prices come first, then random batches until they are done or the seconds are over. Times: medians of all ways in one
+run, in alternating order; ratios are medians of the rounds' ratios. On a GPU a time is that of calls in a CUDA graph,
+and prefill is also compared with the backend that would be chosen without batch invariance. On a shared machine
+--cpu-time counts the CPU time of one thread instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
@@ -36,87 +41,149 @@ DECODE = (  # sequences, keys, heads, kv heads, dim
     (8, 2048, 32, 8, 128),
     (1, 8192, 8, 8, 128),
 )
+GPU_PREFILL = (
+    (8192, 32, 8, 128, None),
+    (32768, 32, 8, 128, None),
+    (8192, 32, 8, 64, None),
+    (32768, 32, 8, 128, (4095, 0)),
+    (8192, 16, 8, 256, None),
+)
+GPU_DECODE = (
+    *((batch, keys, 32, 8, 128) for keys in (8192, 32768) for batch in (1, 8, 64)),
+    (1, 8192, 8, 1, 128),
+    (1, 32768, 8, 1, 128),
+    (1, 8192, 32, 8, 64),
+)
+GPU_BATCH = {  # few kernels to compile
+    "more": {"window": None, "softcap": None, "sinks": None},
+    "dims": ((128, 128),),
+    "groups": ((2, 4),),
+}
+CALLS = 10  # in a graph
 
 
-def hold(first: int, batches: int, device: str, backend: str | None) -> dict[str, Any]:
-    """Check random batches from a seed on; the first that differs raises."""
+def hold(
+    first: int, batches: int, device: str, backend: str | None, until: float
+) -> dict[str, Any]:
+    """Check random batches from a seed on, as many as there is time for; the first that differs raises."""
     longest = 300 if device == "cpu" else 4000
-    dtypes = (torch.float32, torch.bfloat16)
-    sequences = 0
+    dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
+    facts = {} if device == "cpu" else GPU_BATCH
+    done = sequences = 0
     start = time.perf_counter()
-    for seed in range(first, first + batches):
-        batch = Batch(seed, longest, dtypes, device, backend)
+    while done < batches and time.perf_counter() < until:
+        batch = Batch(first + done, longest, dtypes, device, backend, **facts)
         batch.check()
         sequences += len(batch.sequences)
-        if seed % 50 == 0:
-            print(f"{seed - first} batches, {time.perf_counter() - start:.0f} s", flush=True)
-    seconds = round(time.perf_counter() - start, 1)
+        done += 1
+        if done % 50 == 1:
+            print(f"{done} batches, {time.perf_counter() - start:.0f} s", flush=True)
     return {
         "first": first,
-        "batches": batches,
+        "batches": done,
         "sequences": sequences,
         "longest": longest,
         "differences": 0,
-        "seconds": seconds,
+        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
+def timed(call: Callable[[], Any], device: str, clock: Callable[[], float]) -> Callable[[], float]:
+    """What tells the milliseconds of a call; it has been made before."""
+    call()
+    if device == "cpu":
+
+        def once() -> float:
+            start = clock()
+            call()
+            return 1e3 * (clock() - start)
+
+        return once
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+
+    def replayed() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / CALLS
+
+    return replayed
+
+
 def price(
-    call: Callable[[bool], Any], device: str, clock: Callable[[], float], rounds: int
+    ways: dict[str, Callable[[], Any]], device: str, clock: Callable[[], float], rounds: int
 ) -> dict[str, float]:
-    """Milliseconds without and with, and the ratio."""
-
-    def once(invariant: bool) -> float:
-        start = clock()
-        call(invariant)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return 1e3 * (clock() - start)
-
-    once(False), once(True)
-    pairs = []
+    """Milliseconds of each way, and the ratios of the batch-invariant one to the others."""
+    watches = {name: timed(call, device, clock) for name, call in ways.items()}
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(rounds):
-        order = (False, True) if i % 2 else (True, False)
-        times = {which: once(which) for which in order}
-        pairs.append((times[False], times[True]))
-    free, fixed = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(b / a for a, b in pairs)
-    return {"free_ms": round(free, 3), "invariant_ms": round(fixed, 3), "ratio": round(ratio, 3)}
+        for name in list(ways) if i % 2 else reversed(ways):
+            found[name].append(watches[name]())
+    row = {f"{name}_ms": round(statistics.median(times), 4) for name, times in found.items()}
+    for name, times in found.items():
+        if name != "invariant":
+            pairs = zip(found["invariant"], times, strict=True)
+            ratio = round(statistics.median(b / a for b, a in pairs), 3)
+            row["ratio" if name == "free" else f"{name}_ratio"] = ratio
+    return row
 
 
 def prefill(
     case: tuple[Any, ...], dtype: torch.dtype, device: str, backend: str | None
-) -> Callable[[bool], Any]:
-    """A call of `attention`, batch-invariant or not."""
+) -> dict[str, Callable[[], Any]]:
+    """Calls of `attention`, batch-invariant and not; if a backend is given, also by the one that would be chosen."""
     length, heads, kv, dim, window = case
     q, k, v = (torch.randn(1, length, h, dim, device=device).to(dtype) for h in (heads, kv, kv))
-    options = {"causal": True, "window": window, "backend": backend}
-    return lambda on: rl.attention(q, k, v, **options, batch_invariant=on)
+    options = {"causal": True, "window": window}
+
+    def call(backend: str | None, on: bool) -> Callable[[], Any]:
+        return lambda: rl.attention(q, k, v, **options, backend=backend, batch_invariant=on)
+
+    ways = {"free": call(backend, False), "invariant": call(backend, True)}
+    return ways if backend is None or device == "cpu" else {**ways, "chosen": call(None, False)}
 
 
 def decode(
     case: tuple[Any, ...], dtype: torch.dtype, device: str, backend: str | None
-) -> Callable[[bool], Any]:
-    """A call of `attention_decode`, batch-invariant or not."""
+) -> dict[str, Callable[[], Any]]:
+    """Calls of `attention_decode`, batch-invariant and not."""
     batch, keys, heads, kv, dim = case
     cache = KVCache(batch, keys, kv, dim, dtype=dtype, device=device)
-    cache.append(*(torch.randn(batch, keys, kv, dim, device=device).to(dtype) for _ in range(2)))
+    cache.append(*(torch.randn(batch, keys, kv, dim, device=device, dtype=dtype) for _ in range(2)))
     q = torch.randn(batch, 1, heads, dim, device=device).to(dtype)
-    return lambda on: rl.attention_decode(q, cache, backend=backend, batch_invariant=on)
+    options = {"backend": backend}
+    return {
+        "free": lambda: rl.attention_decode(q, cache, **options, batch_invariant=False),
+        "invariant": lambda: rl.attention_decode(q, cache, **options, batch_invariant=True),
+    }
 
 
 def prices(
-    device: str, backend: str | None, clock: Callable[[], float], rounds: int
+    device: str, backend: str | None, clock: Callable[[], float], rounds: int, until: float
 ) -> list[dict[str, Any]]:
-    """Every problem in fp32 (on the CPU) and bf16."""
+    """Every problem in fp32 (on the CPU) and bf16, as far as there is time."""
     found = []
+    cpu = device == "cpu"
+    cases = (PREFILL, DECODE) if cpu else (GPU_PREFILL, GPU_DECODE)
     kinds = (
-        ("prefill", prefill, PREFILL, ("length", "heads", "kv_heads", "dim", "window"), rounds),
-        ("decode", decode, DECODE, ("batch", "keys", "heads", "kv_heads", "dim"), 3 * rounds),
+        ("decode", decode, cases[1], ("batch", "keys", "heads", "kv_heads", "dim"), 3 * rounds),
+        ("prefill", prefill, cases[0], ("length", "heads", "kv_heads", "dim", "window"), rounds),
     )
-    for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
-        for kind, make, cases, names, turns in kinds:
-            for case in cases:
+    for dtype in (torch.float32, torch.bfloat16) if cpu else (torch.bfloat16,):
+        for kind, make, problems, names, turns in kinds:
+            for case in problems:
+                if time.perf_counter() > until:
+                    print(f"no time for {kind} {case}", flush=True)
+                    continue
                 row = price(make(case, dtype, device, backend), device, clock, turns)
                 named = dict(zip(names, case, strict=True))
                 found.append(
@@ -135,18 +202,17 @@ def main() -> None:
     parser.add_argument("--backend")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    until = time.perf_counter() + options.seconds
     if options.cpu_time:
         torch.set_num_threads(1)
-    held = (
-        hold(options.first, options.batches, options.device, options.backend)
-        if options.batches
-        else None
-    )
-    print(held, flush=True)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    found = prices(options.device, options.backend, clock, options.rounds) if options.rounds else []
+    where = (options.device, options.backend)
+    found = prices(*where, clock, options.rounds, until) if options.rounds else []
+    held = hold(options.first, options.batches, *where, until) if options.batches else None
+    print(held, flush=True)
     machine = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
     data = {
         "machine": machine, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),

@@ -40,6 +40,8 @@ class Plan:
             2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
         transpose: 1 if a warpgroup of its own transposes FP8 values in shared memory, with block_q 128; 0 if the pass
             does that casts them (gluon; see its sm90_values.py).
+        span: keys of a span, a multiple of block_k, whose results are folded in order (triton, batch-invariant); 0: one
+            span has all keys.
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
@@ -60,6 +62,7 @@ class Plan:
     reach: int = 0
     promote: int = 0
     transpose: int = 0
+    span: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -68,6 +71,10 @@ class Plan:
                 raise InvalidInput(
                     f"plan: {name} is {value!r}; expected an int of at least {least}"
                 )
+        if self.span % self.block_k:
+            raise InvalidInput(
+                f"plan: span is {self.span}; expected a multiple of block_k, {self.block_k}"
+            )
 
     def items(self) -> tuple[tuple[str, int], ...]:
         """As pairs, for `Facts.plan`."""

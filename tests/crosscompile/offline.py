@@ -78,10 +78,15 @@ def usage(arch: str, asm: dict[str, Any]) -> tuple[int, int]:
         text = asm["amdgcn"]
         found = [re.search(rf"\.{n}:\s*(\d+)", text) for n in ("vgpr_count", "vgpr_spill_count")]
         return tuple(int(m[1]) if m else 0 for m in found)
+    text = asked(asm, "cuobjdump", "--dump-resource-usage")
+    found = [int(re.search(rf"{n}:(\d+)", text)[1]) for n in ("REG", "STACK", "LOCAL")]
+    return found[0], found[1] + found[2]
+
+
+def asked(asm: dict[str, Any], tool: str, *options: str) -> str:
+    """What one of NVIDIA's tools says of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = [int(re.search(rf"{n}:(\d+)", text)[1]) for n in ("REG", "STACK", "LOCAL")]
-    return found[0], found[1] + found[2]
+        command = [TOOLS / tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -11,23 +11,18 @@ import torch
 from relampago.api import Options, prepare
 from relampago.cache import KVCache, PagedKVCache
 from relampago.op import arrays_of
-from relampago.plan import Plan, Row, table
+from relampago.plan import Plan, Row
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from crosscompile.offline import Built, Recorder
-from crosscompile.test_triton import SHARED, SPILLS, compiled_here, shape_of
+from crosscompile.test_triton import SHARED, SPILLS, rows_of, shape_of
 
 from relampago.backends.triton import decode
 
-ROWS = [
-    pytest.param(arch, row, id=f"{arch}-{i}")
-    for arch in SHARED
-    for i, row in enumerate(table(arch)["triton.decode"])
-    if compiled_here(arch, "decode", row)
-]
+ROWS = rows_of("decode")
 
 
 def build(

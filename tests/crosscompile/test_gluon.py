@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import TOOLS, Built, Recorder
+from crosscompile.offline import Built, Recorder, asked
 from triton.backends.nvidia.compiler import get_ptxas
 
 from relampago.backends.gluon import launch
@@ -116,11 +116,7 @@ def assembler_says(built: Built) -> str:
 
 def disassembled(built: Built) -> list[str]:
     """SASS, an instruction or a label a line."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [TOOLS / "nvdisasm", "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = asked(built.asm, "nvdisasm", "-c")
     found = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
     return [label or instruction.strip() for label, instruction in found]
 

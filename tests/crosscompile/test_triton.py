@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from relampago.api import Options, Packing, prepare
+from relampago.api import Options, prepare
 from relampago.cases import Case, find
 from relampago.op import arrays_of
 from relampago.plan import Plan, Row, table
@@ -44,6 +43,16 @@ def compiled_here(arch: str, kernel: str, row: Row) -> bool:
         return True
     refused = arch == "sm89" and dim > 512 and kernel != "forward"  # by why_not: 102 KiB
     return arch in ("sm89", "gfx942") and not refused
+
+
+def rows_of(kernel: str) -> list[Any]:
+    """A kernel's rows as parameters of a test: architecture and row."""
+    return [
+        pytest.param(arch, row, id=f"{arch}-{i}")
+        for arch in SHARED
+        for i, row in enumerate(table(arch)[f"triton.{kernel}"])
+        if compiled_here(arch, kernel, row)
+    ]
 
 
 ROWS = [
@@ -115,26 +124,3 @@ def test_tma_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CAUSAL, dim=128)
     built = build(monkeypatch, "sm90", "forward", case, torch.bfloat16, plan)
     assert "cp.async.bulk.tensor" in built.asm["ptx"]
-
-
-@pytest.mark.parametrize("name", ["causal", "packed-batch-invariant"])
-def test_batch_invariant_forward_rounds_each_step(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No product is rounded together with a sum, or two kernels of one source could differ in which are."""
-    recorder = Recorder("sm90", "attend")
-    monkeypatch.setattr(forward, "launch", recorder)
-    case = replace(find(name), dim=64, dim_v=64)
-    tensors, options = case.make(torch.bfloat16)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    packing = Packing(*(options.pop(n) for n in names)) if names[0] in options else None
-    x = arrays_of(prepare(*tensors, Options(**options), packing=packing))
-    for fixed in (True, False):
-        for block_k in (32, 64):
-            plan = Plan(block_q=64, block_k=block_k, warps=4, stages=2)
-            forward.forward(x, plan, fixed=fixed)
-    narrow, wide, free_narrow, free_wide = (
-        re.sub(r"//.*", "", built.asm["ptx"]).count("fma.rn") for built in recorder.built
-    )
-    assert narrow == wide  # a logarithm's own, once for each row: none for a score
-    assert free_narrow < free_wide

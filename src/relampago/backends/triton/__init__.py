@@ -72,6 +72,8 @@ class Triton:
 
         kernel = "forward" if p.direction == "forward" else "backward_dkdv"
         kernel = "decode" if applies(p) else kernel
+        if p.batch_invariant and p.direction == "forward":
+            kernel = "invariant"
         if p.moving:
             kernel = "tangent" if p.direction == "forward" else "tangent_dkdv"
         kernel = "backward_dkdv" if p.statistic == "column sums" else kernel  # the same loop
@@ -81,9 +83,12 @@ class Triton:
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         from relampago.backends.triton.decode import applies, decode
         from relampago.backends.triton.forward import forward
+        from relampago.backends.triton.invariant import invariant
 
         with _on(x.q.device):
-            return decode(x, plan) if applies(p) else forward(x, plan, p.batch_invariant)
+            if p.batch_invariant:
+                return invariant(x, plan)
+            return decode(x, plan) if applies(p) else forward(x, plan)
 
     def tangent(
         self, p: Problem, plan: Plan, x: Arrays, t: Tangents
@@ -117,9 +122,11 @@ class Triton:
     ) -> Grads:
         from relampago.backends.triton.backward import backward
 
-        by_query = first_match(tables(p.device.arch), "triton.backward_dq", p)
+        fixed = p.batch_invariant
+        like = canonical(p) if fixed else p
+        by_query = first_match(tables(p.device.arch), "triton.backward_dq", like)
         with _on(x.q.device):
-            return backward(x, plan, by_query, saved, dout, dlse, wanted, p.deterministic)
+            return backward(x, plan, by_query, saved, dout, dlse, wanted, p.deterministic, fixed)
 
     def backward_tangent(
         self,
@@ -149,8 +156,6 @@ class Triton:
         return None if _installed() else "triton is not installed"
 
     def _refuse_shape(self, p: Problem) -> str | None:
-        if p.batch_invariant and p.direction == "backward":
-            return "knows batch invariance forward only"
         if p.dtype not in ("bf16", "fp16", "fp32"):
             return f"knows bf16, fp16 and fp32, got {p.dtype}"
         if p.dim > 576 or (p.dim > 512 and p.dim_v > 512) or p.dim_v > 512:

@@ -29,8 +29,12 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
     deterministic: bool,
+    fixed: bool = False,
 ) -> Grads:
-    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries."""
+    """The gradients by `wanted`; plan is of the kernel over keys, by_query of the one over queries.
+
+    fixed: batch-invariant, which takes deterministic.
+    """
     q, k, v, dout = (A.rows_contiguous(t) for t in (x.q, x.k, x.v, dout))
     out = dout if saved.delta is not None else A.rows_contiguous(saved.out)
     if dout.dtype != q.dtype:
@@ -51,7 +55,7 @@ def backward(
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
     fused = not deterministic and plan.fused and dims[0] <= 256
     target = torch.empty(q.shape, dtype=torch.float32, device=q.device) if fused else None
-    shift, delta = rows_before(x, saved, out, dout, dlse, natural, dims, target)
+    shift, delta = rows_before(x, saved, out, dout, dlse, natural, dims, target, fixed)
     sq, sk, sv, sdo = A.strides(q), A.strides(k), A.strides(v), A.strides(dout)
     lists = A.sparse_of(x, False)
     tiles, block_q = cut_queries(x, by_query)
@@ -59,7 +63,7 @@ def backward(
     size = A.size_of(x, tiles, (q.shape[-1] + v.shape[-1]) * q.element_size())
     grid = tiles * size.batch * size.heads
     how = precision(x)
-    norm = normaliser(x, by_query, q, k, shift, natural, dims)
+    norm = normaliser(x, by_query, q, k, shift, natural, dims, fixed)
     atomic = dbias is not None and tuple(dbias.shape) != whole_bias(x)
     stride = None if dbias is None else A.part_of(dbias)
     if (wanted.q and not fused) or (dbias is not None and not fused):
@@ -69,7 +73,7 @@ def backward(
         launch(
             by_queries, grid, by_query, q, k, v, *boxes, dout, dq, dbias, shift, delta, norm, factor,
             x.scale, size, lay, sq, sk, sv, sdo, A.strides(dq), sl, band, extra, stride, lists,
-            *dims, block_q, block_k, natural, how, atomic, adds_q,
+            *dims, block_q, block_k, natural, how, atomic, adds_q, fixed, fusion=not fixed,
         )  # fmt: skip
     if wanted.k or wanted.v or fused:
         tiles, block_k = cut_keys(x, plan)
@@ -91,7 +95,7 @@ def backward(
                 *boxes, *sums, dbias, shift, delta, norm, factor, x.scale, size, lay, sq, sk, sv,
                 sdo, A.strides(dk), A.strides(dv), None if target is None else A.strides(target),
                 sl, band, extra, stride, A.sparse_of(x, True), *dims, block_q, block_k, natural,
-                how, fused, atomic, one_k, one_v, adds_k,
+                how, fused, atomic, one_k, one_v, adds_k, fixed, fusion=not fixed,
             )  # fmt: skip
         if target is not None:
             settle(dq, target, x.scale, adds_q)
@@ -126,7 +130,7 @@ def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
 
 def rows_before(
     x: Arrays, saved: Saved, out: Tensor, dout: Tensor, dlse: Tensor | None, natural: bool,
-    dims: tuple[int, ...], sums: Tensor | None = None,
+    dims: tuple[int, ...], sums: Tensor | None = None, fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(shift, delta), shaped like LSE; sums of dQ are set to 0. Where delta is saved, out and dout are not read."""
     lse, known = saved.lse.contiguous(), saved.delta
@@ -141,14 +145,15 @@ def rows_before(
         prepare, tiles * heads * batch, plan, out, dout, lse, dlse, known, delta, shift, sums,
         A.strides(out), A.strides(dout), A.lse_strides(x),
         None if sums is None else A.strides(sums), heads, length, tiles, *dims, plan.block_q,
-        natural,
+        natural, fixed, fusion=not fixed,
     )  # fmt: skip
     return shift, delta
 
 
 def normaliser(
-    x: Arrays, plan: Plan, q: Tensor, k: Tensor, shift: Tensor, natural: bool, dims: tuple[int, ...]
-) -> Tensor | None:
+    x: Arrays, plan: Plan, q: Tensor, k: Tensor, shift: Tensor, natural: bool, dims: tuple[int, ...],
+    fixed: bool = False,
+) -> Tensor | None:  # fmt: skip
     """1 / Σ weights of rows with a huge LSE, 1 of others; None where LSE is exact enough, or a larger attention's."""
     if x.shard or not (natural or q.dtype == torch.float32):
         return None
@@ -160,7 +165,7 @@ def normaliser(
     launch(
         renormalise, tiles * size.batch * size.heads, plan, q, k, shift, norm, factor, size,
         A.lay_of(x), A.strides(q), A.strides(k), A.lse_strides(x), A.band_of(x.band), A.extra_of(x),
-        A.sparse_of(x, False), *dims[:3], block_q, block_k, natural, precision(x),
+        A.sparse_of(x, False), *dims[:3], block_q, block_k, natural, precision(x), fusion=not fixed,
     )  # fmt: skip
     return norm
 

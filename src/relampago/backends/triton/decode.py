@@ -341,12 +341,14 @@ def sees_all(x: Arrays) -> bool:
     return offset + right >= last
 
 
-def launch(kernel: Any, grid: int, plan: Plan, chained: bool, *args: Any) -> None:
+def launch(
+    kernel: Any, grid: int, plan: Plan, chained: bool, *args: Any, fusion: bool = True
+) -> None:
     """Start a kernel on the current device; if chained, while its predecessor ends."""
     options = {"launch_pdl": True} if chained else {}
     compiled = kernel.run(
         *args, grid=(grid, 1, 1), warmup=False, num_warps=plan.warps, num_stages=plan.stages,
-        enable_fp_fusion=True, **options,
+        enable_fp_fusion=fusion, **options,
     )  # fmt: skip
     note(compiled, (grid, 1, 1), args)
 

@@ -148,14 +148,11 @@ def attend(
     q, k, v, kb1, kb2, vb1, vb2, out, lse, top, k_scale, v_scale, factor, size, lay, sq, sk, sv, so, sl, band,
     extra, sparse, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, RESUME: tl.constexpr, FIXED: tl.constexpr,
+    PRECISION: tl.constexpr, RESUME: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: Algorithm 1, lines 4 to 15. RESUME: go on from the out and LSE of other keys.
 
     Keys and values in e4m3 have scales (B, G): what is loaded is exact in fp16 and bf16, and scales are linear.
-
-    If FIXED, keys come in order and every tile takes the same code, so that a row's bits depend on its own sequence
-    alone: tiles begin at multiples of BK, and one that is hidden from a row adds exact zeros to it.
     """
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
@@ -202,8 +199,6 @@ def attend(
             acc2 = load_tile(there, q0, q_end, so.l, E, E1, E2, BQ, True) * undrop
     if sparse is None:
         start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
-        if FIXED:  # no tile is free of masks
-            full_start, full_end = 0, 0
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         turn, steps = turn_of(tile, full, full_end, BK)
         for i in tl.range(0, steps):  # line 6, without masks
@@ -296,8 +291,8 @@ def launch(kernel: Any, grid: int, plan: Plan, *args: Any, fusion: bool = True) 
     note(compiled, (grid, 1, 1), args)
 
 
-def forward(x: Arrays, plan: Plan, fixed: bool = False) -> tuple[Tensor, Tensor]:
-    """Out, shaped like q with the head dim of v, and LSE; batch-invariant if fixed."""
+def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Out, shaped like q with the head dim of v, and LSE."""
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     dim, dim_v = q.shape[-1], v.shape[-1]
     out, lse = x.into or (
@@ -312,13 +307,13 @@ def forward(x: Arrays, plan: Plan, fixed: bool = False) -> tuple[Tensor, Tensor]
         return x.into or (out.zero_(), lse.fill_(float("-inf")))
     is_natural = A.natural(x)
     boxes = A.NO_BOXES
-    if plan.tma and not fixed and x.cu_k is None and x.lens_k is None and x.blocks is None:
+    if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
     launch(
         attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits, *A.cache_scales(x),
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
         A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band),
         A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,
-        block_k, is_natural, precision(x), x.into is not None, fixed, fusion=not fixed,
+        block_k, is_natural, precision(x), x.into is not None,
     )  # fmt: skip
     return out, lse

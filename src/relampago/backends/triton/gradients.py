@@ -223,11 +223,12 @@ def by_keys(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr, WITH_K: tl.constexpr,
-    WITH_V: tl.constexpr, ADDS: tl.constexpr,
+    WITH_V: tl.constexpr, ADDS: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV or both of one tile of keys: all heads of the group, so that nothing is shared. ADDS: to what is there.
 
-    size.heads counts kv heads. One of the two alone leaves its accumulator twice the registers.
+    size.heads counts kv heads. One of the two alone leaves its accumulator twice the registers. FIXED: rows come in
+    order, whatever they see, so that neither other sequences nor rows of zeros behind the last change a bit.
     """
     tile, g, b = assignment(size, False)
     if lay.cu_k is not None:
@@ -254,6 +255,8 @@ def by_keys(
     start, end, full_start, full_end = query_bounds(band, offset, b, k0, k_end, len_q)
     if k_end - k0 < BK:
         full_end = full_start  # keys beyond the last need a mask with every row
+    if FIXED:
+        full_start, full_end = 0, 0
     start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BQ)
     for r in range(size.group):
         head = g * size.group + r
@@ -268,6 +271,8 @@ def by_keys(
             dq_head = dq + origin(sdq, b, first, head)
         if sparse is None:
             turn, steps = turn_of(tile, full, full_end, BQ)
+            if FIXED:  # and no first loop
+                steps = 0
             for i in tl.range(0, steps):
                 q0 = turned(i, turn, steps, full, BQ)
                 dk1, dk2, dv1, dv2 = keys_step(
@@ -356,9 +361,9 @@ def by_queries(
     sk, sv, sdo, sdq, sl, band, extra, bias_stride, sparse,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, ATOMIC: tl.constexpr, ADDS: tl.constexpr,
+    PRECISION: tl.constexpr, ATOMIC: tl.constexpr, ADDS: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of rows, added to what is there if ADDS, and dbias."""
+    """dQ of one tile of rows, added to what is there if ADDS, and dbias. FIXED: keys come in order, as in `by_keys`."""
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(dq, None, lay, size, sdq, sl, tile, head, b, 0.0, D, D1, D2, BQ)
@@ -389,8 +394,12 @@ def by_queries(
         do2 = load_tile(dout, q0, q_end, sdo.l, E, E1, E2, BQ, True)
     if sparse is None:
         start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
+        if FIXED:
+            full_start, full_end = 0, 0
         start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
         turn, steps = turn_of(tile, full, full_end, BK)
+        if FIXED:  # and no first loop
+            steps = 0
         for i in tl.range(0, steps):
             k0 = turned(i, turn, steps, full, BK)
             dq1, dq2 = queries_step(

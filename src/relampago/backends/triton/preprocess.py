@@ -34,10 +34,28 @@ HUGE_LSE = tl.constexpr(1024.0)
 
 
 @triton.jit
+def row_sums(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr):
+    """Sums [ROWS] of [ROWS, WIDTH]. FIXED: by halves, in an order that no layout of threads can change.
+
+    A layout follows from how a tensor is aligned, which one of a batch may be otherwise than alone.
+    """
+    if FIXED:
+        width: tl.constexpr = WIDTH // 2
+        x = tl.sum(tl.reshape(x, [ROWS, 2, width]), 1)  # one addition each
+        if width == 1:
+            x = tl.reshape(x, [ROWS])
+        else:
+            x = row_sums(x, ROWS, width, FIXED)
+        return x
+    else:
+        return tl.sum(x, 1)
+
+
+@triton.jit
 def prepare(
     out, dout, lse, dlse, known, delta, shift, sums, so, sdo, sl, ss, heads, length, tiles,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
-    E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr,
+    E2: tl.constexpr, BQ: tl.constexpr, NATURAL: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout · out) - dlse (Algorithm 2, line 4); shift = LSE, in base 2 unless NATURAL.
 
@@ -56,11 +74,11 @@ def prepare(
         dout += origin(sdo, b, 0, head)
         o = load_tile(out, row, length, so.l, E, 0, E1, BQ, True).to(tl.float32)
         do = load_tile(dout, row, length, sdo.l, E, 0, E1, BQ, True).to(tl.float32)
-        dots = tl.sum(o * do, 1)
+        dots = row_sums(o * do, BQ, E1, FIXED)
         if E2 > 0:
             o = load_tile(out, row, length, so.l, E, E1, E2, BQ, True).to(tl.float32)
             do = load_tile(dout, row, length, sdo.l, E, E1, E2, BQ, True).to(tl.float32)
-            dots += tl.sum(o * do, 1)
+            dots += row_sums(o * do, BQ, E2, FIXED)
     total = tl.load(lse + at, mask=inside, other=float("-inf"))
     if dlse is not None:
         dots -= tl.load(dlse + at, mask=inside, other=0.0).to(tl.float32)
