@@ -57,6 +57,7 @@ from relampago.backends.gluon.tiles import (
     DYNAMIC,
     SLOTS,
     WORDS,
+    accumulator,
     draw,
     send_end,
     send_number,
@@ -171,9 +172,7 @@ def form_dq(scores, keys, place, buffer, WG: gl.constexpr, BQ: gl.constexpr, D: 
         W: gl.constexpr = D
         a0 = a0.slice(WG * 64, 64, dim=1)
         a1 = a1.slice(WG * 64, 64, dim=1)
-    Q_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16]
-    )
+    Q_L: gl.constexpr = accumulator(W)
     dq = gl.zeros([ROWS, W], gl.float32, Q_L)
     dq = warpgroup_mma(a0.permute((1, 0)), k0, dq, use_acc=False, is_async=True)
     return warpgroup_mma(a1.permute((1, 0)), k1, dq, is_async=True)
@@ -212,15 +211,9 @@ def take_tile(
     LATE: gl.constexpr = AHEAD >= 2
     # buffers of dS: what is written now was read two blocks ago by a warpgroup that may be a block behind
     BUFFERS: gl.constexpr = 4 if LATE else 2
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BQ, 16]
-    )
-    K_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    V_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16]
-    )
+    S_L: gl.constexpr = accumulator(BQ)
+    K_L: gl.constexpr = accumulator(D)
+    V_L: gl.constexpr = accumulator(E)
     PK_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
     PV_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
     g, k0, q_at, k_at, offset, first, n = key_tile(number, size, band, extra, BQ, 2 * ROWS)

@@ -31,6 +31,7 @@ from relampago.backends.gluon.softmax import capped, finish, hide, pin, row_max
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
+    accumulator,
     first_row,
     locate,
     receive_tile,
@@ -111,15 +112,9 @@ def chain(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16]
-    )
-    O1: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16]
-    )
-    O2: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E2 if E2 > 0 else E, 16]
-    )
+    S_L: gl.constexpr = accumulator(BK)
+    O1: gl.constexpr = accumulator(E)
+    O2: gl.constexpr = accumulator(E2 if E2 > 0 else E)
     P1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O1, k_width=2)
     P2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O2, k_width=2)
     R_L: gl.constexpr = gl.SliceLayout(1, S_L)

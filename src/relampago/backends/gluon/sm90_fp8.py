@@ -54,6 +54,7 @@ from relampago.backends.gluon.tiles import (
     ROWS,
     SLOTS,
     WORDS,
+    accumulator,
     first_row,
     locate,
     receive_tile,
@@ -87,12 +88,8 @@ def consume_apart(
     TABLES: gl.constexpr = extra.row_start is not None
     MOST: gl.constexpr = PARTS if PARTS > 0 else 1
     W: gl.constexpr = E // MOST
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 32]
-    )
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 32]
-    )
+    S_L: gl.constexpr = accumulator(BK, 32)
+    O_L: gl.constexpr = accumulator(W, 32)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=4)
     R_L: gl.constexpr = gl.SliceLayout(1, S_L)
     stage_k, phase_k, stage_v, phase_v = 0, 0, 0, 0

@@ -27,7 +27,7 @@ from relampago.backends.gluon.sm90_fp8_step import (
 )
 from relampago.backends.gluon.sm90_step import advance, give_turn, scores, sight, wait_turn
 from relampago.backends.gluon.softmax import hide, part_sum, pin
-from relampago.backends.gluon.tiles import ROWS, first_row, tile_of
+from relampago.backends.gluon.tiles import ROWS, accumulator, first_row, tile_of
 
 QUEUE = gl.constexpr(2)  # tiles of queries that there is room for
 
@@ -71,12 +71,8 @@ def chain(
     TABLES: gl.constexpr = extra.row_start is not None
     MOST: gl.constexpr = PARTS if PARTS > 0 else 1
     W: gl.constexpr = E // MOST
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 32]
-    )
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 32]
-    )
+    S_L: gl.constexpr = accumulator(BK, 32)
+    O_L: gl.constexpr = accumulator(W, 32)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=4)
     R_L: gl.constexpr = gl.SliceLayout(1, S_L)
     stage_k, phase_k, stage_v, phase_v = 0, 0, 0, 0

@@ -31,6 +31,7 @@ from relampago.backends.gluon.sm90_gradients import (
 )
 from relampago.backends.gluon.sm90_tables import runs_of, shared_by
 from relampago.backends.gluon.softmax import Seen, capped, exp2, hide, part_sum, pin
+from relampago.backends.gluon.tiles import accumulator
 
 
 @gluon.jit
@@ -109,12 +110,8 @@ def consume(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16]
-    )
-    Q_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    S_L: gl.constexpr = accumulator(BK)
+    Q_L: gl.constexpr = accumulator(D)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=Q_L, k_width=2)
     head, row_tile, q_at, k_at, offset, first, n = query_tile(size, band, extra, 2 * ROWS, BK)
     len_k = k_at.length

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from relampago.backends.gluon.channel import rest_of, store
-from relampago.backends.gluon.tiles import ROWS
+from relampago.backends.gluon.tiles import ROWS, accumulator
 
 
 @gluon.jit
@@ -45,9 +45,7 @@ def store_halves(
 ):  # fmt: skip
     """O in the queries' dtype, one half of its columns after the other through the same room."""
     H: gl.constexpr = E // 2
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
-    )
+    O_L: gl.constexpr = accumulator(H)
     halves = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, H]), (0, 2, 1)))
     result = results.tiles.index(WG)
     for c in gl.static_range(2):

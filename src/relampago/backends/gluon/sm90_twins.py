@@ -46,6 +46,7 @@ from relampago.backends.gluon.sm90_gradients import (
     write,
 )
 from relampago.backends.gluon.softmax import capped, exp2
+from relampago.backends.gluon.tiles import accumulator
 
 
 @gluon.jit
@@ -113,12 +114,8 @@ def consume_values(
     """The values' twin: S, P and dV."""
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BQ, 16]
-    )
-    V_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16]
-    )
+    S_L: gl.constexpr = accumulator(BQ)
+    V_L: gl.constexpr = accumulator(E)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
     g, k0, q_at, k_at, offset, first, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     begin = first_turn(k0, first, n, band, BQ)
@@ -183,12 +180,8 @@ def consume_keys(
     """The keys' twin: dP, dS and dK."""
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BQ, 16]
-    )
-    K_L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    S_L: gl.constexpr = accumulator(BQ)
+    K_L: gl.constexpr = accumulator(D)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
     g, k0, _, k_at, _, _, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     dk = gl.zeros([ROWS, D], gl.float32, K_L)

@@ -27,6 +27,14 @@ blocks = gluon.jit(schedule.blocks)
 key_range = gluon.jit(rules.key_range)
 
 
+@gluon.constexpr_function
+def accumulator(columns, depth=16):
+    """How a warpgroup holds a product [64, columns]; depth: of an instruction, 32 for numbers of 8 bits."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth]
+    )
+
+
 @aggregate
 class Tile:
     """One tile's work."""
