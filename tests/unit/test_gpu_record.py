@@ -32,7 +32,7 @@ def test_what_a_cut_run_has_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "--max-worker-restart", "0"]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
-        env={**os.environ, "GPU_RECORD": str(record)},
+        env={**os.environ, "GPU_RECORD": str(record), "PYTHONPATH": str(Path(__file__).parents[1])},
         cwd=tmp_path,
         capture_output=True,
         text=True,
