@@ -282,6 +282,34 @@ def test_tiles_that_follow_without_a_gap(launcher, monkeypatch, case, queue, laz
     launcher.setting_of.cache_clear()
 
 
+@pytest.mark.parametrize("queue", [1, 2])
+def test_a_missing_release_between_tiles_is_a_deadlock(launcher, monkeypatch, queue) -> None:
+    """Of the keys and values that the next tile's first scores and this one's last product read."""
+    kernel = sys.modules["relampago.backends.gluon.sm90_chain"]
+    monkeypatch.setattr(kernel, "release", lambda ring, stage: None)
+    monkeypatch.setattr(launcher, "chained", lambda *_: queue)
+    launcher.setting_of.cache_clear()
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, chain=1)
+    with pytest.raises(Deadlock):
+        run(launcher, arrays(CHAINED["causal"]), plan, 0, multiprocessors=2)
+    launcher.setting_of.cache_clear()
+
+
+@pytest.mark.parametrize("queue", [1, 2])
+def test_the_queries_of_another_tile_are_a_wrong_result(launcher, monkeypatch, queue) -> None:
+    """Where the next tile takes up the rows of the one before it."""
+    tiles = sys.modules["relampago.backends.gluon.producer"]
+    real = tiles.first_row
+    monkeypatch.setattr(tiles, "first_row", lambda *_: 0 * real(*_))
+    monkeypatch.setattr(launcher, "chained", lambda *_: queue)
+    launcher.setting_of.cache_clear()
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, chain=1)
+    x = arrays(CHAINED["causal"])
+    with pytest.raises(AssertionError):
+        compare(x, run(launcher, x, plan, 0, multiprocessors=2))
+    launcher.setting_of.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("dims", "queue"), [((64, 64), 2), ((128, 128), 2), ((256, 256), 1), ((192, 128), 1)]
 )
