@@ -112,7 +112,7 @@ def make(case, d, solve=True):
 
     from relampago.backends.reference import attend
     from relampago.masks.rules import Band
-    from relampago.mods import register, softcap
+    from relampago.mods import softcap
     from relampago.problem import Arrays, Saved
 
     b, lq, lk, h, g, dk, dv, dtype, o = case
@@ -134,7 +134,7 @@ def make(case, d, solve=True):
         q, k, v = r(b, lq, h, dk), r(b, lk, g, dk), r(b, lk, g, dv)
         offset = lk - lq
     if o.get("cap"):
-        more["mods"] = (register(softcap(o["cap"])),)
+        more["mods"] = (softcap(o["cap"]).token,)
     if o.get("sinks"):
         more["sinks"] = r(h).float()
     if o.get("wide"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from relampago import defaults, quant, validate
 from relampago.cache import KVCache
 from relampago.masks.spec import Extent, resolve
-from relampago.mods import constant, register
+from relampago.mods import constant
 from relampago.options import Options, Packing, mask_of, mods_of, seed_of
 from relampago.problem import Facts
 from relampago.select import by_name
@@ -92,7 +92,7 @@ def prepare(
         right=seen.right,
         prefix=seen.prefix,
         block=None if seen.blocks is None else seen.blocks.block,
-        mods=tuple(register(mod) for mod in mods),
+        mods=tuple(mod.token for mod in mods),
         dropout_p=constant(o.dropout_p),
         deterministic=defaults.deterministic(o.deterministic) or invariant,
         dtype=_out_dtype(q, shard),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math as _math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,46 @@ class Rule(NamedTuple):
     ddfn: Callable[..., Any] | None = None
 
 
+# A custom op carries tensors and a string, so functions travel by token: the rule a token stands for lives here, for as
+# long as the process. The same functions always get the same token, so a mod built anew at each call does not grow it.
+_rules: dict[str, Rule] = {}
+_tokens: dict[Rule, str] = {}
+_numbers = itertools.count()
+
+
+def _token(
+    fn: Callable[..., Any],
+    dfn: Callable[..., Any] | None,
+    slots: tuple[str | float, ...],
+    dargs: tuple[Callable[..., Any] | None, ...],
+    ddfn: Callable[..., Any] | None,
+    traced: bool,
+) -> str:
+    """The token that stands for a mod's functions and numbers."""
+    if traced and any(_holds(f) for f in (fn, dfn, ddfn, *dargs)):
+        raise InvalidInput(
+            "ScoreMod is made inside torch.compile of a function with a closure or defaults, whose values a graph "
+            "does not watch; expected one made outside, or its values in args"
+        )
+    rule = Rule(fn, dfn, slots, dargs, ddfn)
+    token = _tokens.get(rule)
+    if token is None:
+        token = f"{getattr(fn, '__name__', type(fn).__name__)}#{next(_numbers)}"
+        _rules[token] = rule
+        token = _tokens.setdefault(rule, token)  # another thread may have been first
+    return token
+
+
+# Run while a graph is traced, not in it: what a graph writes to a dict is there only after its ops, which look it up.
+# The mark is all that torch.compiler.assume_constant_result does, but that would import the whole of Dynamo first.
+_token._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _holds(f: Callable[..., Any] | None) -> bool:
+    """Whether functions of the same code may differ: torch.compile knows a function by its code."""
+    return any(getattr(f, name, None) for name in ("__closure__", "__defaults__", "__kwdefaults__"))
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreMod:
     """A function on the scores, its derivative, and the tensors they read.
@@ -73,6 +113,8 @@ class ScoreMod:
             gets its gradient, summed over all elements that read an entry.
         ddfn: the derivative of dfn by score, same signature. Without it second derivatives are refused.
 
+    Made inside torch.compile, its functions may have neither closure nor defaults: a graph would not see them change.
+
     Example:
         >>> alibi = ScoreMod(lambda s, q, k, head, args, math: s + args[0] * (k - q),
         ...                  lambda s, q, k, head, args, math: 1.0, args=[("head", torch.ones(8))])
@@ -83,6 +125,7 @@ class ScoreMod:
     args: Sequence[float | tuple[str, Tensor] | tuple[str, Tensor, Tensor]] = ()
     dargs: Sequence[Callable[..., Any] | None] = ()
     ddfn: Callable[..., Any] | None = None
+    token: str = field(init=False, repr=False)  # stands for functions and numbers, in this process
 
     def __post_init__(self) -> None:
         named = [
@@ -105,6 +148,15 @@ class ScoreMod:
                 raise InvalidInput(
                     f"ScoreMod args holds {value!r}; expected numbers and pairs (axis, tensor), axis one of {AXES}"
                 )
+        dargs = tuple(self.dargs) or (None,) * len(self.args)
+        token = _token(
+            self.fn, self.dfn, self.slots, dargs, self.ddfn, torch.compiler.is_compiling()
+        )
+        object.__setattr__(self, "token", token)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew where it is unpickled: another process has other tokens."""
+        return ScoreMod, (self.fn, self.dfn, self.args, self.dargs, self.ddfn)
 
     @property
     def slots(self) -> tuple[str | float, ...]:
@@ -131,26 +183,6 @@ def _is_pair(value: Any) -> bool:
     return all(isinstance(t, Tensor) for t in value[1:]) and (
         len(value) == 2 or value[0] == "distance"
     )
-
-
-# A custom op carries tensors and a string, so functions travel by token: the rule a token stands for lives here, for as
-# long as the process. The same functions always get the same token, so a mod built anew at each call does not grow it.
-_rules: dict[str, Rule] = {}
-_tokens: dict[Rule, str] = {}
-_numbers = itertools.count()
-
-
-def register(mod: ScoreMod) -> str:
-    """The token that stands for a mod's functions and numbers."""
-    dargs = tuple(mod.dargs) or (None,) * len(mod.args)
-    rule = Rule(mod.fn, mod.dfn, mod.slots, dargs, mod.ddfn)
-    token = _tokens.get(rule)
-    if token is None:
-        name = getattr(mod.fn, "__name__", type(mod.fn).__name__)
-        token = f"{name}#{next(_numbers)}"
-        _tokens[rule] = token
-        _rules[token] = rule
-    return token
 
 
 def rule_of(token: str) -> Rule:

@@ -70,7 +70,7 @@ class Facts(NamedTuple):
     right: int | None = None
     prefix: int | None = None
     block: tuple[int, int] | None = None  # tile of a BlockSparse
-    mods: tuple[str, ...] = ()  # tokens of `mods.register`
+    mods: tuple[str, ...] = ()  # `ScoreMod.token`s
     dropout_p: float = 0.0
     deterministic: bool = False
     dtype: str | None = None  # of out and gradients; None: as the inputs

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from relampago.masks.rules import Band
-from relampago.mods import register, softcap
+from relampago.mods import softcap
 from relampago.plan import Plan, table
 from relampago.problem import Arrays, Device, Facts, describe
 from relampago.quant import E4M3
@@ -137,7 +137,7 @@ def test_other_forms(monkeypatch, form) -> None:
     plan = TABLE[1].plan
     more: dict[str, Any] = {}
     if form == "packed":
-        more = {"sinks": torch.zeros(2), "mods": (register(softcap(30.0)),)}
+        more = {"sinks": torch.zeros(2), "mods": (softcap(30.0).token,)}
     x = arrays(128, packed=form == "packed", band="causal", **more)
     if form == "tables":
         runs = torch.zeros(1, 512, dtype=torch.int32)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from relampago.masks.rules import Band
-from relampago.mods import register, softcap
+from relampago.mods import softcap
 from relampago.plan import Plan, Row, table
 from relampago.problem import Arrays, Device, Problem
 
@@ -205,7 +205,7 @@ def test_lengths_of_one(monkeypatch, len_q, len_k) -> None:
 def test_other_forms(monkeypatch, row) -> None:
     mask = next(name for name in ("causal", "full") if reaches(row, name))
     check(build(monkeypatch, row.plan, arrays(row, mask, torch.float16, packed=True)), row.plan)
-    more = {"sinks": torch.zeros(2), "mods": (register(softcap(30.0)),)}
+    more = {"sinks": torch.zeros(2), "mods": (softcap(30.0).token,)}
     check(build(monkeypatch, row.plan, replace(arrays(row, mask), **more)), row.plan)
 
 

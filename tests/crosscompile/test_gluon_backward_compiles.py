@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from relampago.masks.rules import Band
-from relampago.mods import register, softcap
+from relampago.mods import softcap
 from relampago.plan import Plan, Row, table
 from relampago.problem import Arrays, Device, Problem, Saved, Sums, Wanted
 
@@ -196,7 +196,7 @@ def found_by(dim: int, **more: Any) -> Row:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_softcap(monkeypatch, dim) -> None:
     """Its slope takes registers which others' rows have no room for."""
-    mods = (register(softcap(30.0)),)
+    mods = (softcap(30.0).token,)
     row = found_by(dim, mods=mods)
     most = CAPPED if dim > 64 else SPILLS
     check(build(monkeypatch, row, "window", half=torch.float16, mods=mods), row, most)

@@ -28,7 +28,7 @@ from relampago.backends.gluon import GluonSm90
 from relampago.backends.reference import attend
 from relampago.distributed import ContextParallelPlan, Simulation
 from relampago.masks.rules import Band
-from relampago.mods import register, softcap
+from relampago.mods import softcap
 from relampago.plan import Plan
 from relampago.problem import Arrays, Grads, Saved, Sums, Wanted
 
@@ -153,7 +153,7 @@ def test_packed(launcher, name, band) -> None:
 
 
 def test_packed_with_sinks_and_softcap(launcher) -> None:
-    more = {"sinks": torch.randn(4), "mods": (register(softcap(2.0)),), "dtype": torch.float32}
+    more = {"sinks": torch.randn(4), "mods": (softcap(2.0).token,), "dtype": torch.float32}
     x = packed([30, 130, 0], [60, 13, 4], Band(0, None, 0), **more)
     check(launcher, x, KEYS["64-fused-0-met"])
     check(launcher, x, KEYS["64-fused-0-met"], deterministic=True)

@@ -17,7 +17,7 @@ from unit.test_gluon_protocol import arrays, packed
 from relampago import quant
 from relampago.backends.reference import attend
 from relampago.masks.rules import Band
-from relampago.mods import register, softcap
+from relampago.mods import softcap
 from relampago.plan import Plan
 from relampago.problem import Arrays
 from relampago.quant import emulation
@@ -199,7 +199,7 @@ def test_split_over_keys(launcher, monkeypatch, splits) -> None:
         {"lq": 64, "lk": 60, "h": 1, "g": 1},
     ):
         compare(launcher, arrays(case), plan, splits)
-    mods = (register(softcap(2.0)),)
+    mods = (softcap(2.0).token,)
     x = packed([3, 130, 0, 1], [3, 300, 4, 700], Band(0, None, 0), sinks=torch.randn(4), mods=mods)
     compare(launcher, x, plan)
     launcher.fp8.setting_of.cache_clear()

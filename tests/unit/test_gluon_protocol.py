@@ -20,7 +20,7 @@ from relampago.backends.reference import attend
 from relampago.masks.rules import Band
 from relampago.masks.spec import Document, Extent, resolve
 from relampago.merge import merge
-from relampago.mods import register, softcap
+from relampago.mods import softcap
 from relampago.plan import Plan
 from relampago.problem import Arrays
 
@@ -63,7 +63,7 @@ def arrays(case: dict[str, Any]) -> Arrays:
         band = band._replace(row_start=seen.row_start, row_end=seen.row_end)
     more = {"sinks": torch.randn(heads, generator=g)} if get("sinks") else {}
     if get("cap"):
-        more["mods"] = (register(softcap(get("cap"))),)
+        more["mods"] = (softcap(get("cap")).token,)
     return Arrays(
         q=q, k=k, v=v, scale=get("scale", dim**-0.5), band=band, len_q=lq, len_k=lk, **more
     )
@@ -234,7 +234,7 @@ def test_split_packed_sequences(launcher, monkeypatch) -> None:
 
 
 def test_packed_with_sinks_and_softcap(launcher) -> None:
-    mods = (register(softcap(2.0)),)
+    mods = (softcap(2.0).token,)
     x = packed([30, 130, 0], [60, 13, 4], Band(0, None, 0), sinks=torch.randn(4), mods=mods)
     compare(x, run(launcher, x, PLANS["dynamic-128x128-2-turns"], 0))
 

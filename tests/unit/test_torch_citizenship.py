@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import relampago as rl
 from relampago.api import Options, prepare
 from relampago.cases import CONTRACT, find
+from relampago.mods import ScoreMod, relative_bias, softcap
 from relampago.op import accumulate_backward_op, accumulate_op, backward_op, forward_op
 from relampago.plan import Plan
 
@@ -142,6 +143,68 @@ def test_compile_options(options) -> None:
         backend="aot_eager",
     )
     torch.testing.assert_close(compiled(q, k, v), rl.attention(q, k, v, causal=True, **options))
+
+
+def raised_to(power: float):
+    """A function whose code is the same for every power."""
+    return lambda score, q, k, head, args, math: score * power
+
+
+def never_seen(score, q, k, head, args, math):
+    return score * args[0]
+
+
+def test_compile_a_score_mod_never_seen_before() -> None:
+    """Its functions are known when the graph's first op runs, whatever Dynamo can trace."""
+    torch._dynamo.reset()
+    q, k, v = make()
+    for options in (
+        lambda: {"softcap": 1.2345},  # a number that no other test has
+        lambda: {"score_mod": ScoreMod(never_seen, args=[1.2345])},
+        lambda: {"score_mod": relative_bias(torch.ones(3))},
+    ):
+        compiled = torch.compile(
+            lambda q, k, v, options=options: rl.attention(q, k, v, **options()),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        got = compiled(q, k, v)
+        torch.testing.assert_close(got, rl.attention(q, k, v, **options()))
+
+
+def test_compile_tells_closures_of_one_code_apart() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    q, k, v = make()
+
+    def fn(q, k, v, mod):
+        return rl.attention(q, k, v, score_mod=mod)
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    functions = [raised_to(power) for power in (0.5, 2.0)]
+    for function in functions * 2:  # each mod is new, its function only at first
+        mod = ScoreMod(function)
+        torch.testing.assert_close(compiled(q, k, v, mod), fn(q, k, v, mod))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_compile_refuses_closures_of_which_a_graph_would_not_know() -> None:
+    torch._dynamo.reset()
+    q, k, v = make()
+    compiled = torch.compile(
+        lambda q, k, v, function: rl.attention(q, k, v, score_mod=ScoreMod(function)),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with pytest.raises(Exception, match="with a closure or defaults"):
+        compiled(q, k, v, raised_to(2.0))
+
+
+def test_a_score_mods_token_stays_in_its_process() -> None:
+    mod = softcap(3.0)
+    pickled = pickle.dumps(mod)
+    assert mod.token.encode() not in pickled
+    assert pickle.loads(pickled).token == copy.copy(mod).token == mod.token
 
 
 def test_compile_as_the_first_call_of_a_process() -> None:
