@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from budget import check
+from oracle import dense
 from unit.test_table_gradients import PACKED, agree, draw, mixed
 
 import relampago as rl
@@ -42,6 +44,28 @@ def test_packed_sequences() -> None:
         torch.float32,
         "triton",
     )
+
+
+def test_pairs_beyond_the_clip_are_summed_in_tiles() -> None:
+    """Nearly all pairs read an end of this table: each end's gradient may lose what a sum in a tree loses, not more."""
+    q, k, v, table = draw((2, LQ, H, 16), (2, LK, H, 16), (2, LK, H, 16), (3,))
+    places = torch.arange(LK)
+    distance = (places - torch.arange(LQ)[:, None] - (LK - LQ)).clamp(-1, 1) + 1
+
+    def ends(dtype) -> dict[str, torch.Tensor]:
+        tensors = tuple(t.to(dtype) for t in (q, k, v))
+        bias = table.to(dtype)[distance].expand(2, H, LQ, LK).requires_grad_()
+        _, lse = dense(tensors, {"bias": bias}, dtype)
+        (change,) = torch.autograd.grad(lse.sum(), bias)
+        return {"table": torch.stack([(change * (distance == n)).sum() for n in range(3)])}
+
+    standard, oracle = ends(torch.float32), ends(torch.float64)
+    for between in (None, places):
+        learned = table.clone().requires_grad_()
+        mod = relative_bias(learned, between)
+        _, lse = rl.attention(q, k, v, score_mod=mod, return_lse=True, backend="triton")
+        (got,) = torch.autograd.grad(lse.sum(), learned)
+        check("triton", {"table": got}, standard, oracle, torch.float32)
 
 
 def test_half() -> None:

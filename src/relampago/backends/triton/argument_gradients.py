@@ -110,6 +110,21 @@ def change_of(
     return p * (dp - di[:, None]) * change
 
 
+@triton.jit
+def scatter(table, entry, value, inside, size):
+    """Add each element to its entry of a table of distances, and to the two ends a sum each.
+
+    All pairs beyond the clip share an end: one by one, thousands would be rounded one after another, to the digits of
+    what stands there already.
+    """
+    last = size // 2 * 2
+    first = inside & (entry == 0)
+    end = inside & (entry == last) & (entry > 0)  # a table of one entry has one end
+    tl.atomic_add(table, tl.sum(tl.sum(tl.where(first, value, 0.0), 1), 0), sem="relaxed")
+    tl.atomic_add(table + last, tl.sum(tl.sum(tl.where(end, value, 0.0), 1), 0), sem="relaxed")
+    tl.atomic_add(table + entry, value, mask=inside & (entry > 0) & (entry < last), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["size", "band"])
 def by_argument(
     q, k, v, dout, shift, delta, norm, factor, scale, size, lay, sq, sk, sv, sdo, sl, band, extra, target,
@@ -160,7 +175,7 @@ def by_argument(
             rows, keys = q0 + tl.arange(0, B)[:, None], k0 + tl.arange(0, B)[None, :]
             entry = distance_of(target, b, tl.minimum(keys, len_k - 1), rows + offset)
             inside = (rows < len_q) & (keys < len_k)
-            tl.atomic_add(table + entry, change, mask=inside, sem="relaxed")
+            scatter(table, entry, change, inside, target.size)
         else:
             total += change
     if target.axis == "head":
@@ -178,7 +193,7 @@ def by_argument(
         else:
             row, key = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
             entry = distance_of(target, b, nearest + key, row)
-            tl.atomic_add(table + entry, total, sem="relaxed")
+            scatter(table, entry, total, entry >= 0, target.size)
 
 
 def argument_gradients(
