@@ -91,6 +91,35 @@ def beyond() -> torch.Tensor:
     return y
 
 
+@triton.jit
+def _raced(x, y) -> None:
+    at = tl.arange(0, 128)
+    got = tl.inline_asm_elementwise(
+        """
+        {
+            .shared .align 4 .b32 room[128];
+            .reg .b32 base, mine, other;
+            mov.u32 base, room;
+            mad.lo.u32 mine, $2, 4, base;
+            xor.b32 other, $2, 64;
+            mad.lo.u32 other, other, 4, base;
+            st.volatile.shared.b32 [mine], $1;
+            ld.volatile.shared.b32 $0, [other];
+        }
+        """,
+        "=r,r,r", [tl.load(x + at), at], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.store(y + at, got)
+
+
+def raced() -> torch.Tensor:
+    """Another warp's number, read without waiting for it: what the tool must find."""
+    x, y = (torch.zeros(128, dtype=torch.int32).to(DEVICE) for _ in range(2))
+    _raced[(1,)](x, y)
+    return y
+
+
+FAULTY = {"beyond": beyond, "raced": raced}
 LAUNCHES = {
     "triton": lambda: both("triton", 64),
     "triton-packed": lambda: packed("triton"),
@@ -109,7 +138,7 @@ LAUNCHES = {
 def launch(name: str) -> None:
     """Run one, and read all that it returns."""
     torch.manual_seed(0)
-    found = beyond() if name == "beyond" else LAUNCHES[name]()
+    found = {**LAUNCHES, **FAULTY}[name]()
     for t in found if isinstance(found, tuple) else (found,):
         assert t.cpu().isfinite().all(), name
 
