@@ -69,7 +69,8 @@ def run(mode: str, budget: float, peers: list[str]) -> Rows:
     if mode in ("check", "clock", "all"):
         rows += compiled(budget)
     if mode in ("check", "all"):
-        rows += check(min(40.0, budget - elapsed() - 2))
+        left = budget - elapsed() - 2
+        rows += check(left if mode == "check" else min(40.0, left))
     if mode == "stress":
         rows += endure(10_000, budget - 2)
     if mode in ("short", "all"):
