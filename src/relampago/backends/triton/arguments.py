@@ -19,7 +19,7 @@ from relampago import dropout
 from relampago.backends.triton.tile import plain
 from relampago.masks.rules import Band as Facts
 from relampago.mods import BETWEEN, Rule, rule_of
-from relampago.problem import Arrays
+from relampago.problem import Arrays, Device
 
 # Of keys and values that heads in flight share: half of an H100's L2 is near an SM.
 L2_BYTES = 24 << 20
@@ -154,8 +154,10 @@ def strides(t: Tensor) -> Strides:
 
 
 def rows_contiguous(t: Tensor) -> Tensor:
-    """The tensor, or a copy if its last dimension is not contiguous."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+    """The tensor, or a copy if its last dimension is not contiguous, or if rows of whole 16 bytes lie askew."""
+    step = 16 // t.element_size()
+    askew = t.shape[-1] % step == 0 and any(s % step for s in t.stride()[:-1])
+    return t.contiguous() if askew or (t.stride(-1) != 1 and t.shape[-1] != 1) else t
 
 
 def lse_strides(x: Arrays, lse: Tensor | None = None) -> Strides:
@@ -333,6 +335,21 @@ def split(dim: int) -> tuple[int, int]:
     main = whole // 2
     rest = max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
     return (main, rest) if main >= 16 and 0 < rest < main else (whole, 0)
+
+
+def parts(x: Arrays, boxed: bool = False) -> tuple[int, int, int, int]:
+    """How a kernel cuts the head dims of keys and of values: both by `split`, or neither.
+
+    ptxas 12.8, which Triton 3.6 brings, at times builds descriptors of a second part's products from a wrong register,
+    where registers are short since rows come number by number: on an H200 d 40/72 read beyond shared memory. So on
+    Hopper such rows are padded, unless TMA loads them (boxed). `tests/crosscompile/descriptors.py` looks for it.
+    """
+    dims = x.q.shape[-1], x.v.shape[-1]
+    loose = not boxed and x.q.element_size() == 2 and any(dim % 16 for dim in dims)
+    if loose and Device.of(x.q.device).arch == "sm90":
+        d, e = (max(16, triton.next_power_of_2(dim)) for dim in dims)
+        return d, 0, e, 0
+    return *split(dims[0]), *split(dims[1])
 
 
 def natural(x: Arrays) -> bool:

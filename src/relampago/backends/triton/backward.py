@@ -124,7 +124,7 @@ def results(x: Arrays) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=1024)
 def dimensions(dim: int, dim_v: int) -> tuple[int, ...]:
-    """D, D1, D2, E, E1, E2. E is padded, not split: with E2 = 16 dV was wrong on an H200 (bf16, d 40/72)."""
+    """D, D1, D2, E, E1, E2. E is padded, not split: with E2 = 16 dV was wrong on an H200, see `A.parts`."""
     return (dim, *A.split(dim), dim_v, max(16, triton.next_power_of_2(dim_v)), 0)
 
 

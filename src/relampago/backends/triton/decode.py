@@ -385,6 +385,7 @@ def decode(
     natural, is_split = A.natural(x), splits > 1
     length = batch * heads * len_q
     part = None
+    d1, d2, e1, e2 = A.parts(x)
     if is_split:
         part = torch.empty(splits * length * (dim_v + 2), dtype=torch.float32, device=q.device)
     lay, so = A.lay_of(x), A.strides(out)
@@ -394,7 +395,7 @@ def decode(
         q, k, v, None if is_split else out, None if is_split else lse, part,
         *A.cache_scales(x), x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
         A.strides(q), A.strides(k), A.strides(v), so, A.band_of(band),
-        extra._replace(sinks=None) if is_split else extra, dim, *A.split(dim), dim_v, *A.split(dim_v),
+        extra._replace(sinks=None) if is_split else extra, dim, d1, d2, dim_v, e1, e2,
         block_q, plan.block_k, lay.page or 0, natural, precision(x), masked, chained,
     )  # fmt: skip
     if is_split:

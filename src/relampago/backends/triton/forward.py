@@ -309,11 +309,12 @@ def forward(x: Arrays, plan: Plan) -> tuple[Tensor, Tensor]:
     boxes = A.NO_BOXES
     if plan.tma and x.cu_k is None and x.lens_k is None and x.blocks is None:
         boxes = A.boxes_of(k, v, block_k, A.split(dim), A.split(dim_v))
+    d1, d2, e1, e2 = A.parts(x, boxes is not A.NO_BOXES)
     launch(
         attend, grid, plan, q, k, v, *boxes, out, lse, x.max_logits, *A.cache_scales(x),
         x.scale if is_natural else x.scale * LOG2E.value, size, A.lay_of(x), A.strides(q),
         A.strides(k), A.strides(v), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band),
-        A.extra_of(x), A.sparse_of(x, False), dim, *A.split(dim), dim_v, *A.split(dim_v), block_q,
+        A.extra_of(x), A.sparse_of(x, False), dim, d1, d2, dim_v, e1, e2, block_q,
         block_k, is_natural, precision(x), x.into is not None,
     )  # fmt: skip
     return out, lse

@@ -348,7 +348,8 @@ def writing(plan: Plan, x: Arrays, device: Device) -> Plan | None:
     """
     if device.arch != HOPPER or plan.block_q < LEAST_ROWS:
         return plan
-    dim, dim_v, size = sum(A.split(x.q.shape[-1])), sum(A.split(x.v.shape[-1])), x.q.element_size()
+    d1, d2, e1, e2 = A.parts(x)
+    dim, dim_v, size = d1 + d2, e1 + e2, x.q.element_size()
     room = device.shared_memory - plan.block_q * (dim * size + dim_v * 4)
     stages = min(plan.stages, room // (plan.block_k * (dim + dim_v) * size))
     return replace(plan, stages=stages) if stages > 0 else None
@@ -399,21 +400,22 @@ def invariant(x: Arrays, plan: Plan, *, chunks: int | None = None) -> tuple[Tens
     lay, so, sl, band, extra = (
         A.lay_of(x), A.strides(out), A.lse_strides(x, lse), A.band_of(x.band), A.extra_of(x)
     )  # fmt: skip
+    d1, d2, e1, e2 = A.parts(x)  # never by whether TMA loads them
     boxes = A.NO_BOXES
     if plan.tma and x.cu_k is None and x.lens_k is None:
-        boxes = A.boxes_of(k, v, plan.block_k, A.split(dim), A.split(dim_v))
+        boxes = A.boxes_of(k, v, plan.block_k, (d1, d2), (e1, e2))
     chained = part is not None and chains(device)
     launch(
         attend_spans, size.batch * groups * tiles * chunks, plan, chained,
         q, k, v, *boxes, out, lse, part, x.scale if natural else x.scale * LOG2E.value, chunks, spans, by_group,
         lay._replace(page=None), A.strides(q), A.strides(k), A.strides(v), so, sl, band, extra,
-        dim, *A.split(dim), dim_v, *A.split(dim_v), plan.block_q, plan.block_k, plan.span, lay.page or 0,
+        dim, d1, d2, dim_v, e1, e2, plan.block_q, plan.block_k, plan.span, lay.page or 0,
         natural, precision(x), x.into is not None, chained, fusion=False,
     )  # fmt: skip
     if part is not None:
         launch(
             gather, size.batch * heads * size.len_q, replace(plan, warps=1, stages=1), chained,
             part, out, lse, x.sinks, spans, size, lay._replace(page=None), so, sl, band, dim_v,
-            *A.split(dim_v), plan.block_q, plan.span, natural, chained, fusion=False,
+            e1, e2, plan.block_q, plan.span, natural, chained, fusion=False,
         )  # fmt: skip
     return out, lse

@@ -260,7 +260,7 @@ def row_statistics(x: Arrays, plan: Plan, last: int) -> RowStatistics:
         launch(
             describe, grid, plan, q, k, *found, last, x.scale if natural else x.scale * LOG2E.value, size,
             A.lay_of(x), A.strides(q), A.strides(k), A.lse_strides(x), A.band_of(x.band), A.extra_of(x),
-            A.sparse_of(x, False), q.shape[-1], *A.split(q.shape[-1]), block_q, block_k, natural, precision(x),
+            A.sparse_of(x, False), q.shape[-1], *A.parts(x)[:2], block_q, block_k, natural, precision(x),
         )  # fmt: skip
     return found
 
@@ -273,7 +273,7 @@ def column_sums(x: Arrays, plan: Plan, lse: Tensor, last: int) -> Tensor:
     columns = torch.zeros(shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
         return columns
-    natural, dims, how = A.natural(x), (q.shape[-1], *A.split(q.shape[-1])), precision(x)
+    natural, dims, how = A.natural(x), (q.shape[-1], *A.parts(x)[:2]), precision(x)
     factor = x.scale if natural else x.scale * LOG2E.value
     lay, sl, band, extra = A.lay_of(x), A.lse_strides(x), A.band_of(x.band), A.extra_of(x)
     sq, sk = A.strides(q), A.strides(k)

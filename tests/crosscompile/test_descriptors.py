@@ -1,0 +1,78 @@
+"""Products read the tiles they are meant to read, in kernels whose rows come number by number."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from crosscompile.descriptors import mixed_up
+from crosscompile.offline import Recorder
+from crosscompile.test_invariance_compiles import SHARED, Asked, build, disassembled
+
+from relampago.backends.triton import arguments as A
+from relampago.backends.triton import forward
+from relampago.plan import table
+from relampago.problem import Device
+
+RIGHT = """
+    UIADD3 UR12, UP0, UR8, 0x2, URZ ;
+    UMOV UR8, URZ ;
+    UIADD3.X UR8, UR8, -0x7fffffe0, URZ, UP0, !UPT ;
+    UIADD3 UR26, UP1, UR24, 0x80, URZ ;
+    UIADD3.X UR27, UR6, 0x40000040, URZ, UP1, !UPT ;
+"""
+WRONG = """
+    UIADD3 UR10, UP0, UR4, 0x20, URZ ;
+    UIADD3.X UR32, UR12, UR11, URZ, UP1, !UPT ;
+    UIADD3.X UR7, UR4, -0x3ffffff0, URZ, UP0, !UPT ;
+"""
+PLAN = next(r.plan for r in table("sm90")["triton.invariant"] if r.plan.block_q == 128)
+CAPPED = {"softcap": 3.0, "window": (57, 0)}
+
+
+def test_what_is_searched_for() -> None:
+    assert mixed_up(RIGHT) == []
+    assert len(mixed_up(WRONG)) == 1
+
+
+def _invariant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """SASS of batch-invariant kernels, of which ptxas 12.8 gets some wrong if head dims are cut in two."""
+    kinds: list[tuple[tuple[int, int], str, dict[str, Any]]] = [
+        ((40, 72), "packed", CAPPED), ((72, 72), "packed", {}), ((40, 72), "cache", CAPPED)
+    ]  # fmt: skip
+    return [
+        disassembled(build(monkeypatch, "sm90", PLAN, Asked(dims, keys=keys), **options)[0])
+        for dims, keys, options in kinds
+    ]
+
+
+def test_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [mixed_up(sass) for sass in _invariant(monkeypatch)] == [[], [], []]
+
+
+@pytest.mark.pinned
+def test_in_two_parts_some_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `arguments.parts` has lost its reason: delete it."""
+    monkeypatch.setattr(
+        A, "parts", lambda x: (32, 16, 64, 16) if x.q.shape[-1] == 40 else (64, 16) * 2
+    )
+    assert any(map(mixed_up, _invariant(monkeypatch)))
+
+
+@pytest.mark.parametrize("keys", ["packed", "cache"])
+def test_forward(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cuda", "sm90", 132, SHARED["sm90"] * 1024)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
+    recorder = Recorder("sm90")
+    monkeypatch.setattr(forward, "launch", recorder)
+    plan = next(
+        r.plan for r in table("sm90")["triton.forward"] if dict(r.when).get("dim_max") == 128
+    )
+    forward.forward(Asked((40, 72), keys=keys).arrays(**CAPPED), plan)
+    assert mixed_up(disassembled(recorder.built[0])) == []
