@@ -146,6 +146,7 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     """What holds of every variant; `spills` are bytes of a thread that may be, `outside` those outside main loops."""
     assert built.shared <= SHARED
     loose = not OLD
+    outside += CHAIN_SPILLS * plan.chain
     assert built.spills <= (NEWEST_SPILLS[plan.block_q] if loose else 0) + spills + outside
     said = assembler_says(built)
     assert "C75" not in said, said  # C7512: products are serialised; C7508: setmaxnreg is ignored
@@ -251,7 +252,7 @@ def test_tiles_that_follow_without_a_gap(monkeypatch, dim, dim_v, mask) -> None:
     row = next(r for r in TABLE if dims(r) == (dim, dim_v) and reaches(r, mask))
     plan = replace(row.plan, chain=1, schedule=2)
     built = build(monkeypatch, plan, arrays(row, mask))
-    check(built, plan, outside=CHAIN_SPILLS)
+    check(built, plan)
     waits = [line for line in disassembled(built) if "WARPGROUP.DEPBAR" in line]
     assert sum(not line.endswith("0x0") for line in waits) == 2 * plan.block_q // launch.ROWS
 
@@ -303,8 +304,11 @@ def test_document_tables(monkeypatch, dim, dim_v, causal) -> None:
     check(build(monkeypatch, plan, x), plan, TABLE_SPILLS)
 
 
+NEAR = [r for r in ROWS if any(reaches(r.values[0], name) for name in ("causal", "full"))]
+
+
 @pytest.mark.parametrize("folds", [False, True])
-@pytest.mark.parametrize("row", ROWS[::4])
+@pytest.mark.parametrize("row", NEAR[::4])
 def test_partial_results(monkeypatch, row, folds) -> None:
     mask = next(name for name in ("causal", "full") if reaches(row, name))
     x = replace(arrays(row, mask), dtype=torch.float32)

@@ -24,6 +24,7 @@ from crosscompile.test_gluon import OLD, SHARED, assembler_says, dims, disassemb
 
 from relampago.backends.gluon import backward_launch
 
+DRAWN_SPILLS = 128  # bytes of a thread, outside the loops
 SPILLS = 8 if OLD else 40  # bytes of a thread, of those before the loops or after them
 CAPPED = (
     88 if OLD else 160
@@ -76,6 +77,11 @@ def loops(sass: list[str]) -> list[list[str]]:
     return [body for body in bodies if sum("HGMMA" in line for line in body) > 1]
 
 
+def early_and_drawn(plan: Plan) -> bool:
+    """Whether S comes early and tiles of keys are drawn: many numbers last from one tile to the next."""
+    return plan.ahead == 3 and plan.schedule == 2
+
+
 def check(built: dict[str, Built], row: Row, most: int = SPILLS) -> None:
     """What holds of every form."""
     for name, one in built.items():
@@ -87,7 +93,7 @@ def check(built: dict[str, Built], row: Row, most: int = SPILLS) -> None:
             assert re.search(r"ld\.global\.\S*v4", one.asm["ptx"])
             continue
         assert one.shared <= SHARED
-        assert one.spills <= most
+        assert one.spills <= most + (DRAWN_SPILLS if early_and_drawn(row.plan) else 0)
         said = assembler_says(one)
         assert "C75" not in said, (
             said
