@@ -261,7 +261,7 @@ def found_by(dim: int, dim_v: int, **more: Any) -> Plan:
     """What the table has for a call."""
     p = Problem(
         device=Device("cuda", "sm90"), batch=1, heads_q=8, heads_kv=1, dim=dim, dim_v=dim_v, dtype="bf16",
-        len_q=more.get("len_q", 4096), len_k=4096, right=True,
+        len_q=more.get("len_q", 4096), len_k=4096, right=True, tables=more.get("tables", False),
     )  # fmt: skip
     return next(row.plan for row in TABLE if row.matches(p))
 
@@ -300,7 +300,7 @@ def test_document_tables(monkeypatch, dim, dim_v, causal) -> None:
     table = torch.zeros(1, 512, dtype=torch.int32)
     band = Band(0, None, 0 if causal else None, None, table, table)
     x = Arrays(q=q, k=k, v=v, scale=1.0, band=band, len_q=512, len_k=512)
-    plan = found_by(dim, dim_v)
+    plan = found_by(dim, dim_v, tables=True)
     check(build(monkeypatch, plan, x), plan, TABLE_SPILLS)
 
 

@@ -21,7 +21,7 @@ Lines = dict[str, list[charts.Point]]
 
 def hopper(path: Path) -> None:
     """The H200: forward and backward at head dim 128."""
-    caption = f"{load(tables.FORWARD)['machine']}, bf16, d {DIM}, {2048 // DIM} heads, 16k tokens in all, or 32k"
+    caption = f"{load(tables.FORWARD[0])['machine']}, bf16, d {DIM}, {2048 // DIM} heads, 16k tokens in all, or 32k"
     with charts.canvas(path, 3, caption=caption) as panels:
         for axes, causal in zip(panels, (False, True), strict=False):
             _draw(
@@ -32,7 +32,7 @@ def hopper(path: Path) -> None:
 
 def forward(causal: bool) -> Lines:
     """TFLOP/s by length."""
-    rates, lines = tables.forward_rates(), Lines()
+    rates, lines = tables.forward_rates(tables.FORWARD[0]), Lines()
     for batch, length in tables.SHAPES:
         where = (DIM, DIM, causal, batch, length)
         for name, label in {"ours": "relampago", "cudnn": "cuDNN", "fa3": "FA3"}.items():
@@ -43,9 +43,10 @@ def forward(causal: bool) -> Lines:
 
 def backward() -> Lines:
     """TFLOP/s by length."""
-    rates, lines = tables.backward_rates(), Lines()
-    names = {tables.BACKWARD[DIM, 0]: "relampago", "cudnn": "cuDNN", "flash": "FA2"}
+    rates, lines = tables.backward_rates(tables.BACKWARD_RUNS[0]), Lines()
     for batch, length in tables.SHAPES:
+        ours = tables.BACKWARD[DIM, 0][length >= tables.LATE]
+        names = {ours: "relampago", "cudnn": "cuDNN", "flash": "FA2"}
         for name, label in names.items():
             if rate := rates.get((DIM, 0, batch, length, name)):
                 lines.setdefault(label, []).append((length, rate, False))

@@ -160,7 +160,10 @@ def decode() -> str:
 
 
 SHAPES = {(16, 1024): "16 × 1k", (4, 4096): "4 × 4k", (1, 16384): "1 × 16k", (1, 32768): "1 × 32k"}
-FORWARD = "h200/hopper-forward.json"
+FORWARD = (
+    "h200/hopper-chain.json",
+    "h200/hopper-forward.json",
+)  # a cell is of the first that has it
 WIDTH = 2048  # heads times dim
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
@@ -174,10 +177,10 @@ def chosen(dim: int, dim_v: int, causal: bool, batch: int, length: int) -> Plan:
     return next(row.plan for row in table("sm90")["gluon_sm90.forward"] if row.matches(p))
 
 
-def forward_rates() -> dict[tuple[Any, ...], float]:
+def forward_rates(file: str) -> dict[tuple[Any, ...], float]:
     """TFLOP/s by (name, dim, dim_v, causal, batch, length), medians; "ours" is the variant that the table has."""
     found: dict[tuple[Any, ...], list[float]] = {}
-    for r in load(FORWARD)["rows"]:
+    for r in load(file)["rows"]:
         if r["kind"] == "time":
             where = (r["dim"], r["dim_v"], r["causal"], r["batch"], r["length"])
             plan = asdict(chosen(*where))
@@ -188,7 +191,7 @@ def forward_rates() -> dict[tuple[Any, ...], float]:
 
 def gluon() -> str:
     """The Hopper forward beside the best of FA3 and cuDNN in the same run."""
-    data, rates = load(FORWARD), forward_rates()
+    runs = [forward_rates(file) for file in FORWARD]
     rows = []
     for dim, dim_v in DIMS:
         for causal in (False, True):
@@ -197,47 +200,51 @@ def gluon() -> str:
             ]
             for shape in SHAPES:
                 where = (dim, dim_v, causal, *shape)
+                rates = next((run for run in runs if ("ours", *where) in run), {})
                 rate = rates.get(("ours", *where))
                 peers = [rates[(p, *where)] for p in ("cudnn", "fa3") if (p, *where) in rates]
                 cells.append(f"{rate:.0f} ({rate / max(peers):.2f}×)" if rate else "–")
             rows.append(cells)
     head = ["TFLOP/s (ratio to the best of FA3 and cuDNN)", *SHAPES.values()]
-    (ceiling,) = (r["tflops"] for r in data["rows"] if r["kind"] == "ceiling")
+    said = []
+    for file in FORWARD:
+        data = load(file)
+        (ceiling,) = (r["tflops"] for r in data["rows"] if r["kind"] == "ceiling")
+        said.append(f"commit {data['commit']}, {data['date']}, cuBLAS {ceiling:.0f} (`{file}`)")
     note = (
-        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, {data['date']}, medians of five rounds in shuffled "
-        f"order, kernel of commit {data['commit']}, cuBLAS {ceiling:.0f}; plans as chosen since from the same run "
-        f"(`{FORWARD}`)."
+        f"{data['machine']}, bf16, heads = 2048 / d, CUDA graph, medians of five rounds in shuffled order, plans as "
+        f"chosen since from the same run: {said[0]}; what that run left out is of {said[1]}."
     )
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 
-BACKWARD = {  # what sm90.toml chooses for the backward: the run's name by (d, causal)
-    (64, 0): "d64-q64-f2n",
-    (64, 1): "d64-q128-f2n",
-    (128, 0): "d128-f3n",
-    (128, 1): "d128-f0",
-    (256, 0): "d256-twins1p",
-    (256, 1): "d256-twins1p",
+LATE = 4096
+BACKWARD = {  # what sm90.toml chooses: the run's name by (d, causal), below LATE rows and from there on
+    (64, 0): ("d64-q64-f2n-drawn", "d64-q64-f2n-drawn"),
+    (64, 1): ("d64-q64-f2n-drawn", "d64-q64-f2n-drawn"),
+    (128, 0): ("d128-f0-drawn", "d128-f3n"),
+    (128, 1): ("d128-f0-drawn", "d128-f3n-drawn"),
+    (256, 0): ("d256-twins1p", "d256-twins1p"),
+    (256, 1): ("d256-twins1p", "d256-twins1p"),
 }
+BACKWARD_RUNS = ("h200/gluon-backward-drawn.json", "h200/gluon-backward.json")
 
 
-def backward_rates() -> dict[tuple[Any, ...], float]:
+def backward_rates(file: str) -> dict[tuple[Any, ...], float]:
     """TFLOP/s by (dim, causal, batch, length, name)."""
-    rows = load("h200/gluon-backward.json")["rows"]
-    return {(r["d"], r["causal"], r["b"], r["n"], r["name"]): r["tf"] for r in rows}
+    return {(r["d"], r["causal"], r["b"], r["n"], r["name"]): r["tf"] for r in load(file)["rows"]}
 
 
 def gluon_backward() -> str:
     """The Hopper backward with the table's plans beside cuDNN, FlashAttention-2 and Triton in the same run."""
-    data, rates = load("h200/gluon-backward.json"), backward_rates()
+    runs = [backward_rates(file) for file in BACKWARD_RUNS]
     rows = []
-    for (dim, is_causal), name in BACKWARD.items():
+    for (dim, is_causal), names in BACKWARD.items():
         cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
         for shape in SHAPES:
-            ours, *peers = (
-                rates.get((dim, is_causal, *shape, who))
-                for who in (name, "cudnn", "flash", "triton")
-            )
+            where, name = (dim, is_causal, *shape), names[shape[1] >= LATE]
+            rates = next((run for run in runs if (*where, name) in run), {})
+            ours, *peers = (rates.get((*where, who)) for who in (name, "cudnn", "flash", "triton"))
             if ours is None or peers[0] is None:
                 cells.append("–")
                 continue
@@ -245,10 +252,15 @@ def gluon_backward() -> str:
             cells.append(f"{ours:.0f} ({ours / peers[0]:.2f}×) / {others}")
         rows.append(cells)
     head = ["ours (ratio to cuDNN) / cuDNN / FA2 / Triton", *SHAPES.values()]
+    said = "; d 256: ".join(
+        f"{data['date']}, {data['checks']} checks of gradients against fp64, {data['failed']} failed (`{file}`)"
+        for file in BACKWARD_RUNS
+        for data in [load(file)]
+    )
     note = (
-        f"{data['machine']}, bf16, TFLOP/s of the whole backward, heads = 2048 / d, CUDA graph, {data['date']}, "
-        f"one run; {data['checks']} checks of gradients against fp64, {data['failed']} failed. FlashAttention-4 was "
-        "not in the run (`h200/gluon-backward.json`)."
+        f"{load(BACKWARD_RUNS[0])['machine']}, bf16, TFLOP/s of the whole backward, heads = 2048 / d, CUDA graph, "
+        f"one run each: {said}. "
+        "FlashAttention-4 was in neither."
     )
     return markdown("Hopper backward in Gluon on the H200", head, rows, note)
 
@@ -314,8 +326,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "memory": ("cpu/bench.json", memory),
     "triton": ("h200/triton.json", triton),
     "decode": ("h200/decode-sweep.json", decode),
-    "gluon": (FORWARD, gluon),
-    "gluon-backward": ("h200/gluon-backward.json", gluon_backward),
+    "gluon": (FORWARD[0], gluon),
+    "gluon-backward": (BACKWARD_RUNS[0], gluon_backward),
     "train-step": ("h200/train-step.json", training),
     "io": ("h200/io.json", moved),
     "train-tiny": ("cpu/train-tiny.json", curves),
