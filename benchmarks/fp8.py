@@ -73,11 +73,11 @@ TRANSPOSING = {
 }  # the kernel, not the pass that casts, transposes values
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
-        "no turns": _plan(128, 128, 4, 1),
-        "chain": _plan(128, 128, 4, 1, pingpong=1, chain=1),
-        "chain, no turns": _plan(128, 128, 4, 1, chain=1),
-        "chain, pin": _plan(128, 128, 4, 1, pin=1, chain=1),
+        "turns": _plan(128, 128, 4, 1, pingpong=1),
+        "chain, turns": _plan(128, 128, 4, 1, pingpong=1, chain=1),
         "not promoted, turns": _plan(128, 128, 4, 0, pingpong=1),
+        "not promoted, chain, turns": _plan(128, 128, 4, 0, pingpong=1, chain=1),
+        "not promoted, chain, pin": _plan(128, 128, 4, 0, pin=1, chain=1),
         "transposes": TRANSPOSING[128],
     },
     256: {
