@@ -158,8 +158,13 @@ def contestants(cell: Cell, x: Arrays, peers: dict[str, Callable[..., Any]]) -> 
     return calls
 
 
-def replays(fn: Call) -> Callable[[], float]:
-    """A call that takes the median time of fn in CUDA-graph replays, a few calls in each; milliseconds."""
+def replays(fn: Call, lasting: float = 35.0) -> Callable[[], float]:
+    """A call that takes the median time of fn in CUDA-graph replays, a few calls in each; milliseconds.
+
+    Args:
+        fn: what is timed.
+        lasting: how long a take is to last, in milliseconds; four replays at least.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def span(run: Call) -> float:
@@ -181,7 +186,7 @@ def replays(fn: Call) -> Callable[[], float]:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             fn()
-    count = max(4, min(9, int(35 / (calls * once))))
+    count = max(4, int(lasting / (calls * once)))
 
     def take() -> float:
         span(graph.replay)

@@ -3,7 +3,8 @@
     python -m benchmarks.hopper experiments 180 fa3
 
 Each contestant is captured once as a CUDA graph; then come rounds, each in another order. The card's clock is read all
-the while, never set. The JSON is written after each cell, so that a run that is cut short leaves what it has.
+the while, never set; FLOP a clock and multiprocessor stand beside the rate. The JSON is written after each cell, so
+that a run that is cut short leaves what it has.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ FEW = (
     "chain 128 rows",
 )  # variants in the other two, of the first three dims
 ROUNDS = 5
+TAKE = 120.0  # ms: several samples of the clock, which the power limit moves by a quarter
+UNITS = 132  # multiprocessors
 HEAVIEST = 2047  # MiB in flight: all tiles of all heads in one order
 
 
@@ -71,12 +74,12 @@ CHANGES = (
 
 
 class Clock:
-    """The card's clock in MHz, its power and its temperature, as nvidia-smi reads them every 50 ms."""
+    """The card's clock in MHz, its power and its temperature, as nvidia-smi reads them every 20 ms."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, list[float]]] = []
         query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "50", "-i", "0"]
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "20", "-i", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -168,7 +171,7 @@ def experiment(seconds: float, *names: str) -> None:
     for cell in cells():
         found, plans = calls(cell, peers), variants(cell)
         right(cell, found)
-        takes = {name: replays(call) for name, call in found.items()}
+        takes = {name: replays(call, TAKE) for name, call in found.items()}
         for turn in range(ROUNDS):
             order = list(takes)
             chance.shuffle(order)
@@ -202,7 +205,10 @@ def report(rows: Rows) -> None:
         print("\n" + str(Cell(*cell)))
         for name, rate in sorted(middle.items(), key=lambda item: -item[1]):
             ratio = f"{rate / best:6.3f}" if best else ""
-            seen = [r["mhz"] for r in mine if r["name"] == name and "mhz" in r]
-            clock = f"{statistics.median(seen):.0f} MHz" if seen else ""
+            seen = [r for r in mine if r["name"] == name and "mhz" in r]
+            clock = ""
+            if seen:  # and what the kernel does in a clock, whatever the power limit made of that
+                each = statistics.median(r["tflops"] / r["mhz"] * 1e6 / UNITS for r in seen)
+                clock = f"{statistics.median(r['mhz'] for r in seen):.0f} MHz {each:.0f} FLOP/clock"
             spread = f"{min(rates[name]):.0f}..{max(rates[name]):.0f}"
             print(f"  {name:16}{rate:6.0f}{ratio}  {spread:10} {clock}")
