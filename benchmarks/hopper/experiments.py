@@ -36,14 +36,10 @@ from benchmarks.hopper.clock import (
 from benchmarks.hopper.watched import Rows, say
 from relampago.plan import Plan
 
-BOTH, CAUSAL, FULL = (False, True), (True,), (False,)
+BOTH, CAUSAL = (False, True), (True,)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
 LENGTHS = ((4, 4096), (16, 1024), (1, 16384), (1, 32768))  # the most telling first
-FEW = (
-    "chain",
-    "chain turns",
-    "chain 128 rows",
-)  # variants in the other two, of the first three dims
+FEW = ("chain", "chain turns", "no chain")  # variants in the other two, of the first three dims
 ROUNDS = 5
 TAKE = 120.0  # ms: several samples of the clock, which the power limit moves by a quarter
 UNITS = 132  # multiprocessors
@@ -60,17 +56,19 @@ class Change(NamedTuple):
 
 
 CHAIN = {"chain": 1, "schedule": 2}
+WIDE = ((192, 192),)
 CHANGES = (
+    Change("no chain", SQUARE, {"chain": 0}),
     Change("chain", SQUARE, CHAIN),
     Change("chain turns", SQUARE, CHAIN | {"pingpong": 1, "pin": 0}),
     Change("chain pin", SQUARE, CHAIN | {"pin": 1, "pingpong": 0}),
-    Change("chain free", SQUARE, CHAIN | {"pin": 0, "pingpong": 0}),
     Change("chain lazy", SQUARE, CHAIN | {"lazy": 1}),
-    Change("chain 128 rows", ((64, 64),), CHAIN | {"block_q": 128}),
     Change("chain heaviest", SQUARE, CHAIN | {"reach": HEAVIEST}, CAUSAL),
-    Change("chain rotate", SQUARE, CHAIN | {"rotate": 1}, FULL),
     Change("heaviest", ((256, 256),), {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
-)  # fmt: skip
+    Change("3 stages", WIDE, {"stages": 3}),
+    Change("3 stages turns", WIDE, {"stages": 3, "pingpong": 1, "pin": 0}),
+    Change("3 stages pin", WIDE, {"stages": 3, "pin": 1, "pingpong": 0}),
+)
 
 
 class Clock:
