@@ -36,23 +36,15 @@ LENGTHS = ((4, 4096), (2, 8192), (1, 16384), (1, 32768))
 DIMS = (128, 256)
 CHECKERS = 6
 COMPILERS = 8  # processes
-PROBLEMS: tuple[dict[str, Any], ...] = (
-    tuple(
-        {"dim": dim, "len": length, "heads": heads, **more}
-        for dim in (64, 128, 256, 96)
-        for length, heads in ((1024, (4, 4)), (777, (8, 2)), (20, (8, 1)), (2048, (2, 2)))
-        for more in ({}, {"causal": True}, {"causal": True, "window": (100, 0)})
-    )
-    + tuple(
-        {"dim": dim, "packed": True, "heads": (4, 2), "causal": c}
-        for dim in (64, 128, 256)
-        for c in (False, True)
-    )
-    + tuple(
-        {"dim": dim, "transpose": True, "heads": (4, 2), "causal": True, **where}
-        for dim in (64, 128, 256)
-        for where in ({"len": 1024}, {"len": 777}, {"packed": True})
-    )
+PROBLEMS: tuple[dict[str, Any], ...] = tuple(
+    {"dim": dim, "len": length, "heads": heads, **more}
+    for dim in (64, 128, 256, 96)
+    for length, heads in ((1024, (4, 4)), (777, (8, 2)), (20, (8, 1)), (2048, (2, 2)))
+    for more in ({}, {"causal": True}, {"causal": True, "window": (100, 0)})
+) + tuple(
+    {"dim": dim, "packed": True, "heads": (4, 2), "causal": c}
+    for dim in (64, 128, 256)
+    for c in (False, True)
 )
 
 
@@ -67,10 +59,6 @@ def _plan(rows: int, keys: int, stages: int, promote: int, **more: int) -> Plan:
     )
 
 
-TRANSPOSING = {
-    **dict.fromkeys((64, 128), _plan(128, 128, 4, 1, transpose=1)),
-    256: _plan(128, 64, 3, 4, transpose=1),
-}  # the kernel, not the pass that casts, transposes values
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
         "turns": _plan(128, 128, 4, 1, pingpong=1),
@@ -78,7 +66,6 @@ VARIANTS: dict[int, dict[str, Plan]] = {
         "not promoted, turns": _plan(128, 128, 4, 0, pingpong=1),
         "not promoted, chain, turns": _plan(128, 128, 4, 0, pingpong=1, chain=1),
         "not promoted, chain, pin": _plan(128, 128, 4, 0, pin=1, chain=1),
-        "transposes": TRANSPOSING[128],
     },
     256: {
         "not promoted": _plan(128, 128, 2, 0),
@@ -87,7 +74,6 @@ VARIANTS: dict[int, dict[str, Plan]] = {
         "not promoted, 64 keys": _plan(128, 64, 4, 0, pingpong=1),
         "64 keys, grid": _plan(128, 64, 4, 4, schedule=0),
         "64 keys": _plan(128, 64, 4, 4),
-        "transposes": TRANSPOSING[256],
     },
 }  # fmt: skip
 
@@ -133,10 +119,9 @@ def check(part: int, parts: int) -> None:
         operands, options = tensors(problem)
         attend = rl.attention_varlen if problem.get("packed") else rl.attention
         try:
-            with rl.using(plan=TRANSPOSING[problem["dim"]] if "transpose" in problem else None):
-                got = attend(
-                    *operands, **options, precision="fp8", backend="gluon_sm90", return_lse=True
-                )
+            got = attend(
+                *operands, **options, precision="fp8", backend="gluon_sm90", return_lse=True
+            )
             like = attend(
                 *operands, **options, precision="fp8", backend="reference", return_lse=True
             )
@@ -203,10 +188,10 @@ def contestants(
     x = cell.arrays()
     n, plain = cell.length, replace(x, dtype=torch.bfloat16)
     x = replace(plain, precision="fp8")
-    operands = {in_rows: fp8_launch.operands(x, in_rows) for in_rows in (False, True)}
+    operands = fp8_launch.operands(x)
 
     def kernel(plan: Plan) -> Any:
-        before, fp8_launch.operands = fp8_launch.operands, lambda _, in_rows: operands[in_rows]
+        before, fp8_launch.operands = fp8_launch.operands, lambda _: operands
         try:
             return fp8_launch.forward(plan, x, count)
         finally:
@@ -226,7 +211,7 @@ def contestants(
     yield "rotate + cast q, k", lambda: [rows_in_e4m3(t, None, n) for t in (x.q, x.k)]
     yield "transpose v", lambda: columns_in_e4m3(x.v, None, n)
     yield "cast v", lambda: rows_in_e4m3(x.v, None, n, rotated=False)
-    in_eights, of_v = operands[False][2][1], quant.quantise(x.v).values
+    in_eights, of_v = operands[2][1], quant.quantise(x.v).values
     yield "transpose e4m3 v", lambda: columns_in_e4m3(of_v, None, n, in_eights)
     yield (
         "attention(precision='fp8')",

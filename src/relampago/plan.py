@@ -38,8 +38,6 @@ class Plan:
         reach: MiB of keys and values that heads in flight share under a mask; 0: what fits the L2 cache (gluon).
         promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1,
             2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
-        transpose: 1 if a warpgroup of its own transposes FP8 values in shared memory, with block_q 128; 0 if the pass
-            does that casts them (gluon; see its sm90_values.py).
         span: keys of a span, a multiple of block_k, whose results are folded in order (triton, batch-invariant); 0: one
             span has all keys.
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
@@ -61,7 +59,6 @@ class Plan:
     chain: int = 0
     reach: int = 0
     promote: int = 0
-    transpose: int = 0
     span: int = 0
 
     def __post_init__(self) -> None:

@@ -31,7 +31,6 @@ from relampago.quant import kernels
 
 TABLE = table("sm90")["gluon_sm90.forward_fp8"]
 WIDE_SPILLS = 128  # bytes of a thread at head dim 256: acc alone takes 128 of its registers
-TURNING_SPILLS = 16  # outside the main loops
 CHAIN_SPILLS = 48 if OLD else 96  # outside the main loops
 FORM_SPILLS = 48  # of masks that hold each row's run of keys
 BANDS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 0)}
@@ -114,23 +113,6 @@ def test_tiles_that_follow_without_a_gap(monkeypatch, band) -> None:
     check(built, plan, 128)
     for body in loops(disassembled(built)):
         assert not OLD or not any("LDL" in line or "STL" in line for line in body)
-
-
-@pytest.mark.parametrize(("which", "words"), [(0, 16), (1, 32)])
-def test_values_transposed_in_shared_memory(monkeypatch, which, words) -> None:
-    """`ldmatrix`, a byte permutation for every word, `stmatrix`: nothing else of a thread's share is touched."""
-    row = TABLE[which]
-    plan = replace(row.plan, transpose=1, chain=0, pin=0, pingpong=1)
-    built = build(monkeypatch, plan, arrays(dict(row.when)["dim_max"]))
-    assert built.spills <= TURNING_SPILLS + (0 if OLD else NEWEST_SPILLS[row.plan.block_q])
-    assert built.shared <= SHARED
-    assert "C75" not in assembler_says(built)
-    sass = disassembled(built)
-    assert len(loops(sass)) == 2
-    bodies = [body for body in spans(sass) if any("LDSM.16.MT88" in line for line in body)]
-    calls = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0].split(".")[0] for line in bodies[0])
-    assert (calls["LDSM"], calls["STSM"], calls["PRMT"]) == (words // 4, words // 4, words)
-    assert sum(calls.values()) <= 2 * words + 40
 
 
 @pytest.mark.parametrize("form", ["packed", "split", "tables"])

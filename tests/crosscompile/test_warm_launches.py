@@ -227,7 +227,11 @@ def unaligned(t: Tensor) -> Tensor:
 CHANGED = {
     "k's address": (lambda q, k, v: (q, unaligned(k), v), True),
     "strides": (lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v), False),
-    "an odd stride": (lambda q, k, v: (q, torch.cat([k, k[..., :1]], -1)[..., :-1], v), True),
+    "steps of 16 bytes": (lambda q, k, v: (q, torch.cat([k, k[..., :8]], -1)[..., :-8], v), True),
+    "an odd stride": (
+        lambda q, k, v: (q, torch.cat([k, k[..., :1]], -1)[..., :-1], v),
+        False,
+    ),  # a copy
     "a length of 1": (lambda q, k, v: (q, k[:, :1], v[:, :1]), True),
     "dtype": (lambda q, k, v: (q.half(), k.half(), v.half()), True),
 }

@@ -30,10 +30,6 @@ from relampago.problem import Arrays
 from relampago.quant.cast import E4M3
 from relampago.quant.kernels import columns_in_e4m3, rows_in_e4m3
 
-# Registers of a thread where a warpgroup transposes: of the second consumer, its own, the producer's; the first
-# consumer has what is left.
-TURNING = (224, 40, 24)
-
 
 def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor]:
     """Out, bf16 or fp16, shaped like q with the head dim of v, and LSE, (B, H, Lq) or (H, total)."""
@@ -41,12 +37,12 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         return host.nothing(x)
     given, scale = host.positive(x.q.bfloat16(), x.scale) if x.scale <= 0 else (x.q, x.scale)
     (q, of_q), (k, of_k), (v, of_v) = operands(
-        replace(x, q=given if x.q.dtype != E4M3 else given.to(E4M3)), bool(plan.transpose)
+        replace(x, q=given if x.q.dtype != E4M3 else given.to(E4M3))
     )
     dim, dim_v = x.q.shape[-1], x.v.shape[-1]
     start, end, stride = host.tables_of(x)
     setting = setting_of(
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dim, dim_v, plan, x.batch, x.len_q, x.len_k,
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, dim, dim_v, plan, x.batch, x.len_q, x.len_k,
         x.mods, x.band[:4], x.cu_q is not None, stride, multiprocessors, x.out_dtype,
     )  # fmt: skip
     out = (torch.empty if x.cu_q is None else torch.zeros)(
@@ -76,24 +72,23 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def operands(x: Arrays, in_rows: bool = False) -> tuple[tuple[Tensor, Tensor], ...]:
-    """(values, scales) of q, k and v, as TMA can address them; v transposed, unless the kernel is to do it."""
+def operands(x: Arrays) -> tuple[tuple[Tensor, Tensor], ...]:
+    """(values, scales) of q, k and v, as TMA can address them; v transposed."""
     if x.q.dtype != E4M3:
         return (
             rows_in_e4m3(x.q, x.cu_q, x.len_q),
             rows_in_e4m3(x.k, x.cu_k, x.len_k),
-            rows_in_e4m3(x.v, x.cu_k, x.len_k, rotated=False) if in_rows
-            else columns_in_e4m3(x.v, x.cu_k, x.len_k),
-        )  # fmt: skip
+            columns_in_e4m3(x.v, x.cu_k, x.len_k),
+        )
     scales = [s.contiguous() for s in (x.q_scale, x.k_scale, x.v_scale) if s is not None]
-    v = addressable(x.v) if in_rows else columns_in_e4m3(x.v, x.cu_k, x.len_k, scales[2])[0]
+    v = columns_in_e4m3(x.v, x.cu_k, x.len_k, scales[2])[0]
     return (addressable(x.q), scales[0]), (addressable(x.k), scales[1]), (v, scales[2])
 
 
 @functools.lru_cache(maxsize=4096)
 def setting_of(
     shape_q: tuple[int, ...], strides_q: tuple[int, ...], shape_k: tuple[int, ...],
-    strides_k: tuple[int, ...], shape_v: tuple[int, ...], strides_v: tuple[int, ...], dim: int, dim_v: int,
+    strides_k: tuple[int, ...], shape_v: tuple[int, ...], dim: int, dim_v: int,
     plan: Plan, batch: int, len_q: int, len_k: int, mods: tuple[str, ...], band: tuple[Any, ...], packed: bool,
     table_stride: int | None, multiprocessors: int, out_dtype: torch.dtype,
 ) -> host.Setting:  # fmt: skip
@@ -113,19 +108,15 @@ def setting_of(
     boxes = (
         view(shape_q, strides_q, ROWS // pack, d, E4M3, pack),
         view(shape_k, strides_k, plan.block_k, d, E4M3),
-        view(shape_v, strides_v, plan.block_k, e, E4M3) if plan.transpose
-        else columns_box(shape_v, e, plan.block_k, E4M3),
+        columns_box(shape_v, e, plan.block_k, E4M3),
         None if is_split else view(shape_out, strides_out, ROWS // pack, width, out_dtype, pack),
     )  # fmt: skip
     consumers = plan.block_q // ROWS
-    assert consumers == 2 or not plan.transpose
     masks = masks_of(len_q, len_k, kind, plan, pack, is_split)
     chained = bool(plan.chain) and not is_split and room(plan, d, e) <= SHARED
-    most, least = host.REGISTERS[consumers]
-    registers = TURNING if plan.transpose else (most, most, least)
     constants = (
         consumers, plan.block_k, d, e, pack, plan.stages, by, *masks, bool(plan.pingpong), bool(plan.pin),
-        is_split, plan.promote, bool(plan.transpose), chained, *registers,
+        is_split, plan.promote, chained, *host.REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
     return host.Setting(
@@ -135,6 +126,5 @@ def setting_of(
 
 def room(plan: Plan, width: int, width_v: int) -> int:
     """Bytes of shared memory, where there are queries of two tiles."""
-    ahead = schedule.AHEAD * plan.block_k * width_v if plan.transpose else 0
-    rings = plan.stages * plan.block_k * (width + width_v) + ahead
+    rings = plan.stages * plan.block_k * (width + width_v)
     return plan.block_q * (2 * width + 2 * width_v) + rings + 1024

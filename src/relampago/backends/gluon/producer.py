@@ -59,7 +59,7 @@ def send_values(
 def send_rows(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, tile, turn,
     stage_k, phase_k, stage_v, phase_v, WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr,
-    STAGES: gl.constexpr, STAGES_V: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr,
+    STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PACKED: gl.constexpr,
     LISTED: gl.constexpr, ROTATE: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
     """All loads of a tile, and which is the next."""
@@ -88,16 +88,16 @@ def send_rows(
         send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         send_values(values, v_desc, stage_v, phase_v, tile.k, v0, g, PACKED, v_rest)
-        stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
+        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     send_values(values, v_desc, stage_v, phase_v, tile.k, k0, g, PACKED, v_rest)
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     return following, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
 def produce(
     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size, band, extra,
-    WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, STAGES_V: gl.constexpr,
+    WGS: gl.constexpr, BK: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this block of threads. QUEUE: tiles of queries that there is room for."""
@@ -112,7 +112,7 @@ def produce(
             if tile.row_tile * (WGS * ROWS // PACK) < tile.q.length:
                 number, stage_k, phase_k, stage_v, phase_v = send_rows(
                     queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter,
-                    size, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, STAGES_V,
+                    size, tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES,
                     SCHEDULE, PACKED, LISTED, ROTATE, QUEUE,
                 )  # fmt: skip
                 turn += 1
@@ -121,7 +121,7 @@ def produce(
         else:
             number, stage_k, phase_k, stage_v, phase_v = send_rows(
                 queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, STAGES_V, SCHEDULE,
+                tile, turn, stage_k, phase_k, stage_v, phase_v, WGS, BK, PACK, STAGES, SCHEDULE,
                 PACKED, LISTED, ROTATE, QUEUE,
             )  # fmt: skip
             turn += 1

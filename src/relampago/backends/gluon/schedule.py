@@ -8,9 +8,6 @@ GRID = 0  # one block of threads per tile; the hardware hands them out
 STATIC = 1  # persistent blocks, tiles by a fixed rule
 DYNAMIC = 2  # persistent blocks, tiles from a counter in global memory
 SLOTS = 2  # tiles that the producer may have announced before the consumers take them up
-AHEAD = (
-    2  # blocks of values in rows that wait to be transposed, where that is done in shared memory
-)
 UNIT = 128  # what the backward pads a head's rows to, where it copies numbers of rows in blocks
 WORDS = 16  # room for the numbers that tell the consumers of a tile: 3 to 10
 TURN = 3  # blocks of keys between the places where neighbouring tiles begin

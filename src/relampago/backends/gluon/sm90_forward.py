@@ -335,7 +335,7 @@ def attend(
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                       band, extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
+                       band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -346,5 +346,5 @@ def attend(
                        WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
                        SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
-                       band, extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
+                       band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -47,7 +47,6 @@ from relampago.backends.gluon.sm90_fp8_step import (
 )
 from relampago.backends.gluon.sm90_results import place_of
 from relampago.backends.gluon.sm90_step import advance, give_turn, scores, sight, wait_turn
-from relampago.backends.gluon.sm90_values import AHEAD, columns, turn_values
 from relampago.backends.gluon.softmax import finish
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
@@ -206,8 +205,7 @@ def attend_fp8(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
-    PARTS: gl.constexpr, TRANSPOSE: gl.constexpr, CHAIN: gl.constexpr, REGISTERS: gl.constexpr,
-    REGISTERS_TURNING: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+    PARTS: gl.constexpr, CHAIN: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them. See `sm90_forward.attend`."""
     size = Size(
@@ -218,12 +216,7 @@ def attend_fp8(
     queue: gl.constexpr = 2 if CHAIN else 1  # tiles of queries
     queries = channel(q_desc, queue * WGS, 1)
     keys = channel(k_desc, STAGES, WGS)
-    readers: gl.constexpr = WGS + 1 if TRANSPOSE else WGS  # of the words that tell of a tile
-    if TRANSPOSE:
-        loaded = channel(v_desc, AHEAD, 1)
-        values = columns(v_desc, STAGES, WGS, BK, E)
-    else:
-        values = channel(v_desc, STAGES, WGS)
+    values = channel(v_desc, STAGES, WGS)
     results = queries
     if not SPLIT:
         results = Channel(
@@ -232,21 +225,9 @@ def attend_fp8(
     words = gl.allocate_shared_memory(
         gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, readers))
+    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, WGS))
     fence_async_shared()
-    if TRANSPOSE:
-        gl.warp_specialize([
-            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
-                       CHAIN)),
-            (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
-                       CHAIN)),
-            (turn_values, (loaded, values, slots, size, band, extra, WGS, BK, E, PACK, STAGES, SCHEDULE, SPLIT)),
-            (produce, (queries, keys, loaded, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, AHEAD, SCHEDULE, SPLIT, False, queue)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS_TURNING, REGISTERS_PRODUCER])  # fmt: skip
-    elif WGS == 3:
+    if WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
                        WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
@@ -258,7 +239,7 @@ def attend_fp8(
                        WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False, queue)),
+                       extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False, queue)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -269,5 +250,5 @@ def attend_fp8(
                        WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
-                       extra, WGS, BK, PACK, STAGES, STAGES, SCHEDULE, SPLIT, False, queue)),
+                       extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False, queue)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
