@@ -156,7 +156,8 @@ def strides(t: Tensor) -> Strides:
 def rows_contiguous(t: Tensor) -> Tensor:
     """The tensor, or a copy if its last dimension is not contiguous, or if rows of whole 16 bytes lie askew."""
     step = 16 // t.element_size()
-    askew = t.shape[-1] % step == 0 and any(s % step for s in t.stride()[:-1])
+    sizes = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    askew = t.shape[-1] % step == 0 and any(n > 1 and s % step for n, s in sizes)
     return t.contiguous() if askew or (t.stride(-1) != 1 and t.shape[-1] != 1) else t
 
 
