@@ -56,7 +56,7 @@ def dims(row: Row) -> tuple[int, int]:
     return when.get("dim_max", when.get("dim", 256)), when.get("dim_v_max", when.get("dim_v", 256))
 
 
-CHAIN_SPILLS = 32  # bytes: a tile's numbers while the next tile's are there too
+CHAIN_SPILLS = 32 if OLD else 64  # bytes: a tile's numbers while the next tile's are there too
 FOLDING = 480  # bytes: a tile of O is read, by its addresses, while the first scores are there
 
 

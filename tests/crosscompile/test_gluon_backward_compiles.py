@@ -76,9 +76,9 @@ def loops(sass: list[str]) -> list[list[str]]:
     return [body for body in bodies if sum("HGMMA" in line for line in body) > 1]
 
 
-def early_and_drawn(plan: Plan) -> bool:
-    """Whether S comes early and tiles of keys are drawn: many numbers last from one tile to the next."""
-    return plan.ahead == 3 and plan.schedule == 2
+def drawn_at_a_price(plan: Plan) -> bool:
+    """Whether numbers that last from one tile of keys to the next spill: where S comes early, by newer ptxas always."""
+    return plan.schedule == 2 and (plan.ahead == 3 or not OLD)
 
 
 def check(built: dict[str, Built], row: Row, most: int = SPILLS) -> None:
@@ -92,7 +92,7 @@ def check(built: dict[str, Built], row: Row, most: int = SPILLS) -> None:
             assert re.search(r"ld\.global\.\S*v4", one.asm["ptx"])
             continue
         assert one.shared <= SHARED
-        assert one.spills <= max(most, DRAWN if early_and_drawn(row.plan) else 0)
+        assert one.spills <= max(most, DRAWN if drawn_at_a_price(row.plan) else 0)
         said = assembler_says(one)
         assert "C75" not in said, (
             said
@@ -148,7 +148,7 @@ def test_other_forms(monkeypatch, row) -> None:
     mask = "window" if reached(row) == "causal" else "full"
     check(build(monkeypatch, row, mask, deterministic=True, packed=True), row)
     more = {"sinks": torch.zeros(4), "dtype": torch.float32}
-    most = DRAWN if early_and_drawn(row.plan) else SPILLS  # two loads of them in the loop
+    most = DRAWN if drawn_at_a_price(row.plan) else SPILLS  # two loads of them in the loop
     check(build(monkeypatch, row, mask, half=torch.float16, **more), row, most)
 
 
