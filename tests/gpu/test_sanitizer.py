@@ -5,11 +5,12 @@ Each allocation is torch's own call of cudaMalloc, without a cache between, so t
 What racecheck says of a kernel whose warps are specialised is no finding. On an H200 (Triton 3.6) it named these, at
 addresses in whose SASS a barrier orders them:
 
-- attend: the producer's store of a tile's third number, and the consumers' loads of it. All lanes of one warp store,
-  meet (bar.warp.sync, for which ptxas leaves a NOP, since the lanes go together), and one arrives at `full`, on which
-  each reading thread waits; the readers meet (bar.sync), and one arrives at `empty`, on which each storing lane waits.
-- by_keys: the word by which Triton sends a warp to its partition. Its stores and loads stand between barriers of all
-  threads of the block (barrier 1, without a count), and nothing of this kernel's own writes it.
+- A tile's numbers (tiles.py), where tiles are drawn: the producer's stores, and the consumers' loads. All lanes of one
+  warp store, meet (bar.warp.sync, for which ptxas leaves a NOP, since the lanes go together), and one arrives at `full`,
+  on which each reading thread waits; the readers meet (bar.sync), and one arrives at `empty`, on which each storing
+  lane waits.
+- The word by which Triton sends a warp to its partition (the lines of `warp_specialize`). Its stores and loads stand
+  between barriers of all threads of the block (barrier 1, without a count), and nothing of the kernel's own writes it.
 
 The second is ordered whatever the timing: the tool loses track, we do not know why. So of these kernels synccheck
 watches the barriers; the compiled code is searched for arrivals before which a partition has not met
