@@ -5,8 +5,8 @@ Each allocation is torch's own call of cudaMalloc, without a cache between, so t
 What racecheck says of a kernel whose warps are specialised is no finding. On an H200 (Triton 3.6) it named these, at
 addresses in whose SASS a barrier orders them:
 
-- A tile's numbers (tiles.py), where tiles are drawn: the producer's stores, and the consumers' loads. All lanes of one
-  warp store, meet (bar.warp.sync, for which ptxas leaves a NOP, since the lanes go together), and one arrives at `full`,
+- A tile's numbers (tiles.py), where tiles are drawn: the producer's stores, and the consumers' loads. All lanes of
+  one warp store, meet (bar.warp.sync, for which ptxas leaves a NOP, since they go together), and one arrives at `full`,
   on which each reading thread waits; the readers meet (bar.sync), and one arrives at `empty`, on which each storing
   lane waits.
 - The word by which Triton sends a warp to its partition (the lines of `warp_specialize`). Its stores and loads stand
