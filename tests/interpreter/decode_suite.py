@@ -219,17 +219,17 @@ def under(backend, function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("kind", "splits"), [
-    ("cache", 1), ("cache", 2), ("page16", 1), ("page16", 2), ("page7", 1), ("page7", 2),
-    ("cache", None), ("page7", None), ("packed", None),
+@pytest.mark.parametrize(("kind", "splits", "rows"), [
+    ("cache", 1, 2), ("cache", 2, 2), ("page16", 1, 2), ("page16", 2, 1), ("page7", 1, 1), ("page7", 2, 2),
+    ("cache", 1, 4), ("page16", 2, 3), ("page7", 2, 3), ("cache", None, 2), ("page7", None, 2), ("packed", None, 2),
 ])  # fmt: skip
-def test_keys_in_e4m3(kind, splits, device) -> None:
+def test_keys_in_e4m3(kind, splits, rows, device) -> None:
     """Scales per sequence and head; without splits by the forward kernel, as prompts are.
 
-    bf16 queries of any size are multiplied as fp16.
+    bf16 queries of any size are multiplied as fp16. Two rows of three heads fit the tile of `decode_fp8.py`.
     """
     place = "page7" if kind == "packed" else kind
-    x = arrays(place, 2, torch.float16, device, softcap=3.0 if place == "page7" else None)
+    x = arrays(place, rows, torch.float16, device, softcap=3.0 if place == "page7" else None)
     if kind == "cache":
         x = replace(x, q=x.q.bfloat16() * 2.0**20, scale=x.scale * 2.0**-20)
     scales = torch.linspace(0.1, 0.5, B * G, device=device).view(B, G, 1)

@@ -140,6 +140,89 @@ def total_of(m, l, NATURAL: tl.constexpr):
     return total * (1.0 if NATURAL else LN2)
 
 
+@triton.jit
+def work_of(size, splits):
+    """Which sequence, kv head, tile of rows and split are this program's."""
+    groups = size.heads // size.group
+    pid = tl.program_id(0)
+    g = pid % groups
+    tile = pid // groups % size.tiles
+    split = pid // groups // size.tiles % splits
+    b = pid // groups // size.tiles // splits
+    return b, g, tile, split
+
+
+@triton.jit
+def rows_of(size, g, tile, BQ: tl.constexpr):
+    """(query, head, whether it is one to be stored) of a tile's rows, all of which may be loaded."""
+    r = tile * BQ + tl.arange(0, BQ)
+    most = size.len_q * size.group
+    inside = r < most
+    r = tl.minimum(r, most - 1)  # rows beyond the last repeat it, and are not stored
+    return r // size.group, g * size.group + r % size.group, inside
+
+
+@triton.jit
+def tiles_of(
+    size, band, offset, b, tile, len_k, split, splits, BQ: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Where the tiles of keys begin that a tile of rows visits, and which of them, [first, last), are the split's."""
+    most = size.len_q * size.group
+    q_first = tile * BQ // size.group
+    q_last = (tl.minimum(tile * BQ + BQ, most) - 1) // size.group
+    start, end, _, _ = bounds(band, offset, b, q_first, q_last + 1, len_k, BQ)
+    start, _, _, _, n = loop_bounds(start, end, 0, 0, BK)
+    first, last = share(n, split, splits)
+    return start, first, last
+
+
+@triton.jit
+def finish(
+    acc1, acc2, m, l, scale_v, out, lse, part, so, size, sinks, b, split, splits, row, head, inside,
+    E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's result, or what `combine` makes it from where keys are split."""
+    place = (tl.cast(b, tl.int64) * size.heads + head) * size.len_q + row  # in (B, H, Lq)
+    if part is None:
+        if sinks is not None:
+            m, l, alpha = with_sink(sinks, head, m, l, NATURAL)
+            acc1 = acc1 * alpha[:, None]
+            if E2 > 0:
+                acc2 = acc2 * alpha[:, None]
+        inverse = (scale_v / tl.where(l == 0.0, 1.0, l))[:, None]
+        at = row.to(tl.int64) * so.l + head.to(tl.int64) * so.h
+        out += tl.cast(b, tl.int64) * so.b
+        store_rows(out, at, inside, acc1 * inverse, E, 0, E1)
+        if E2 > 0:
+            store_rows(out, at, inside, acc2 * inverse, E, E1, E2)
+        tl.store(lse + place, total_of(m, l, NATURAL), mask=inside)
+    else:
+        length = tl.cast(size.batch, tl.int64) * size.heads * size.len_q
+        place += split * length
+        store_rows(part, place * E, inside, acc1 * scale_v, E, 0, E1)
+        if E2 > 0:
+            store_rows(part, place * E, inside, acc2 * scale_v, E, E1, E2)
+        part += splits * length * E
+        tl.store(part + place, m, mask=inside)
+        tl.store(part + splits * length + place, l, mask=inside)
+
+
+@triton.jit
+def weighed(s, m, factor, AXIS: tl.constexpr, NATURAL: tl.constexpr):
+    """Weights of scores under their new maximum over AXIS, that maximum, and what earlier sums are multiplied by."""
+    if NATURAL:
+        m_new = tl.maximum(m, tl.max(s, AXIS))
+        shift = finite(m_new)
+        p = tl.exp2((s - tl.expand_dims(shift, AXIS)) * LOG2E)
+        alpha = tl.exp2((m - shift) * LOG2E)
+    else:
+        m_new = tl.maximum(m, tl.max(s, AXIS) * factor)
+        shift = finite(m_new)
+        p = tl.exp2(s * factor - tl.expand_dims(shift, AXIS))
+        alpha = tl.exp2(m - shift)
+    return p, m_new, alpha
+
+
 @triton.jit(do_not_specialize=["size", "band", "splits"])
 def attend_part(
     q, k, v, out, lse, part, k_scale, v_scale, factor, splits, size, lay, sq, sk, sv, so, band, extra,
@@ -151,20 +234,10 @@ def attend_part(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    groups = size.heads // size.group
-    pid = tl.program_id(0)
-    g = pid % groups
-    tile = pid // groups % size.tiles
-    split = pid // groups // size.tiles % splits
-    b = pid // groups // size.tiles // splits
+    b, g, tile, split = work_of(size, splits)
     _, len_k = keys_of(lay, size, b)
     offset = offset_of(lay, band, size.len_q, len_k)
-    r = tile * BQ + tl.arange(0, BQ)
-    most = size.len_q * size.group
-    inside = r < most
-    r = tl.minimum(r, most - 1)  # rows beyond the last repeat it, and are not stored
-    row = r // size.group
-    head = g * size.group + r % size.group
+    row, head, inside = rows_of(size, g, tile, BQ)
     rows, heads = row[:, None], head[:, None]
     at = row.to(tl.int64) * sq.l + head.to(tl.int64) * sq.h
     q += tl.cast(b, tl.int64) * sq.b
@@ -174,17 +247,14 @@ def attend_part(
         q2 = load_rows(q, at, D, D1, D2)
     scale_v = 1.0
     if k_scale is not None:  # e4m3: what is loaded is exact in fp16 and bf16; scales are linear
-        factor *= tl.load(k_scale + b * groups + g)
-        scale_v = tl.load(v_scale + b * groups + g)
+        scale = b * (size.heads // size.group) + g
+        factor *= tl.load(k_scale + scale)
+        scale_v = tl.load(v_scale + scale)
         if q.dtype.element_ty == tl.bfloat16:
             q1, q2, factor = in_fp16(q1, q2, factor)
     k += key_origin(lay, sk, b, 0, g)
     v += key_origin(lay, sv, b, 0, g)
-    q_first = tile * BQ // size.group
-    q_last = (tl.minimum(tile * BQ + BQ, most) - 1) // size.group
-    start, end, _, _ = bounds(band, offset, b, q_first, q_last + 1, len_k, BQ)
-    start, _, _, _, n = loop_bounds(start, end, 0, 0, BK)
-    first, last = share(n, split, splits)
+    start, first, last = tiles_of(size, band, offset, b, tile, len_k, split, splits, BQ, BK)
     m = tl.full([BQ], float("-inf"), tl.float32)
     sums = tl.zeros([BQ, BK], tl.float32)
     acc1 = tl.zeros([BQ, E1], tl.float32)
@@ -205,17 +275,7 @@ def attend_part(
         s = scores(
             s, factor, band, extra, offset, b, heads, rows, keys, size.len_q, len_k, NATURAL, MASKED
         )
-        if NATURAL:
-            m_new = tl.maximum(m, tl.max(s, 1))
-            shift = finite(m_new)
-            p = tl.exp2((s - shift[:, None]) * LOG2E)
-            alpha = tl.exp2((m - shift) * LOG2E)
-        else:
-            m_new = tl.maximum(m, tl.max(s, 1) * factor)
-            shift = finite(m_new)
-            p = tl.exp2(s * factor - shift[:, None])
-            alpha = tl.exp2(m - shift)
-        m = m_new
+        p, m, alpha = weighed(s, m, factor, 1, NATURAL)
         sums = sums * alpha[:, None] + p
         p = p.to(q1.dtype)
         acc1 = acc1 * alpha[:, None]
@@ -229,29 +289,10 @@ def attend_part(
             acc2 = tl.dot(p, v2, acc2, input_precision=PRECISION)
         page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next tile's loads depend on it
     l = tl.sum(sums, 1)
-    place = (tl.cast(b, tl.int64) * size.heads + head) * size.len_q + row  # in (B, H, Lq)
-    if part is None:
-        if extra.sinks is not None:
-            m, l, alpha = with_sink(extra.sinks, head, m, l, NATURAL)
-            acc1 = acc1 * alpha[:, None]
-            if E2 > 0:
-                acc2 = acc2 * alpha[:, None]
-        inverse = (scale_v / tl.where(l == 0.0, 1.0, l))[:, None]
-        at = row.to(tl.int64) * so.l + head.to(tl.int64) * so.h
-        out += tl.cast(b, tl.int64) * so.b
-        store_rows(out, at, inside, acc1 * inverse, E, 0, E1)
-        if E2 > 0:
-            store_rows(out, at, inside, acc2 * inverse, E, E1, E2)
-        tl.store(lse + place, total_of(m, l, NATURAL), mask=inside)
-    else:
-        length = tl.cast(size.batch, tl.int64) * size.heads * size.len_q
-        place += split * length
-        store_rows(part, place * E, inside, acc1 * scale_v, E, 0, E1)
-        if E2 > 0:
-            store_rows(part, place * E, inside, acc2 * scale_v, E, E1, E2)
-        part += splits * length * E
-        tl.store(part + place, m, mask=inside)
-        tl.store(part + splits * length + place, l, mask=inside)
+    finish(
+        acc1, acc2, m, l, scale_v, out, lse, part, so, size, extra.sinks, b, split, splits, row, head, inside,
+        E, E1, E2, NATURAL,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits", "length", "heads", "len_q"])
@@ -362,6 +403,8 @@ def decode(
     x: Arrays, plan: Plan, *, splits: int | None = None, chained: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Out (B, Lq, H, E) and LSE (B, H, Lq); splits and chained are for measuring, else chosen by the shapes."""
+    from relampago.backends.triton import decode_fp8
+
     device = Device.of(x.q.device)
     q, k, v = A.rows_contiguous(x.q), A.rows_contiguous(x.k), A.rows_contiguous(x.v)
     batch, len_q, heads, dim = q.shape
@@ -371,7 +414,9 @@ def decode(
     if lse.numel() == 0 or k.shape[0] == 0 or (x.page_table is not None and k.shape[1] == 0):
         return out.zero_(), lse.fill_(float("-inf"))
     rows = len_q * (heads // groups)
+    bytewise = decode_fp8.applies(x, rows, device)
     block_q = min(plan.block_q, max(16, triton.next_power_of_2(rows)))
+    block_q = decode_fp8.ROWS if bytewise else block_q
     size = A.size_of(x, triton.cdiv(rows, block_q), 1)
     items = batch * groups * size.tiles
     if splits is None:
@@ -390,13 +435,18 @@ def decode(
         part = torch.empty(splits * length * (dim_v + 2), dtype=torch.float32, device=q.device)
     lay, so = A.lay_of(x), A.strides(out)
     extra = A.extra_of(x)
+    kernel, widths = attend_part, (dim, d1, d2, dim_v, e1, e2)
+    more = natural, precision(x), masked, chained
+    if bytewise:
+        d1, e1 = decode_fp8.widths(dim, dim_v)
+        kernel, widths = decode_fp8.attend_bytes, (dim, d1, dim_v, e1)
+        v, more = v.view(torch.int16), (natural, masked, chained)
     launch(
-        attend_part, items * splits, plan, chained,
+        kernel, items * splits, plan, chained,
         q, k, v, None if is_split else out, None if is_split else lse, part,
         *A.cache_scales(x), x.scale if natural else x.scale * LOG2E.value, splits, size, lay._replace(page=None),
         A.strides(q), A.strides(k), A.strides(v), so, A.band_of(band),
-        extra._replace(sinks=None) if is_split else extra, dim, d1, d2, dim_v, e1, e2,
-        block_q, plan.block_k, lay.page or 0, natural, precision(x), masked, chained,
+        extra._replace(sinks=None) if is_split else extra, *widths, block_q, plan.block_k, lay.page or 0, *more,
     )  # fmt: skip
     if is_split:
         width = min(128, triton.next_power_of_2(dim_v))
