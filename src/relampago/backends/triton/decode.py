@@ -52,6 +52,7 @@ RAGGED_TILES = 64  # tiles of a split in a cache, at most: sequences may differ 
 FILL = 0.5  # what starting a wave of programs costs, in the time of a tile
 COMBINE = 1.0  # what the second kernel costs, likewise
 ALONE = 0.3  # a tile's time in a program that has the memory's bandwidth to itself, likewise
+RESERVED = 1024  # bytes of shared memory that each program's own are rounded up by
 CHUNK = 16  # splits that the second kernel reads together
 
 
@@ -364,13 +365,14 @@ def splits_for(items: int, tiles: int, slots: int, ragged: bool) -> int:
     return best
 
 
-def resident(device: Device, plan: Plan, tile_bytes: int) -> int:
-    """Programs that a multiprocessor runs at once, by the shared memory of their pipelines."""
+def resident(device: Device, plan: Plan, tile_bytes: int, more_bytes: int = 0) -> int:
+    """Programs that a multiprocessor runs at once, by the shared memory of their pipelines and of all else."""
     depth = (
         plan.stages if plan.block_q >= 64 else max(1, plan.stages - 1)
     )  # wgmma reads its buffers later
-    own = depth * tile_bytes
-    return max(1, min(device.shared_memory // max(1, own), 16 // plan.warps))
+    own = depth * tile_bytes + more_bytes
+    warps = 16 if plan.warps >= 4 else 12  # fewer have more registers each
+    return max(1, min(device.shared_memory // max(1, own), warps // plan.warps))
 
 
 def sees_all(x: Arrays) -> bool:
@@ -421,7 +423,9 @@ def decode(
     items = batch * groups * size.tiles
     if splits is None:
         tile = plan.block_k * (dim + dim_v) * k.element_size()
-        slots = device.multiprocessors * resident(device, replace(plan, block_q=block_q), tile)
+        more = 2 * block_q * (dim + plan.block_k) + RESERVED if bytewise else 0
+        at_once = resident(device, replace(plan, block_q=block_q), tile, more)
+        slots = device.multiprocessors * at_once
         tiles = triton.cdiv(min(size.len_k, x.len_k), plan.block_k)
         splits = splits_for(items, tiles, slots, x.layout_k is not Layout.DENSE)
     band = x.band._replace(right=None, prefix=None) if sees_all(x) else x.band

@@ -98,6 +98,8 @@ def attend_bytes(
     b, g, tile, split = work_of(size, splits)
     _, len_k = keys_of(lay, size, b)
     offset = offset_of(lay, band, size.len_q, len_k)
+    start, first, last = tiles_of(size, band, offset, b, tile, len_k, split, splits, BQ, BK)
+    page = pages_of(lay, b, start + first * BK, PAGE, BK)  # before the queries: keys wait for it
     row, head, inside = rows_of(size, g, tile, BQ)
     rows, heads = row[None, :], head[None, :]
     at = row.to(tl.int64) * sq.l + head.to(tl.int64) * sq.h
@@ -111,12 +113,10 @@ def attend_bytes(
     q1 = tl.trans(q1)
     k += key_origin(lay, sk, b, 0, g)
     v += key_origin(lay, sv, b, 0, g)
-    start, first, last = tiles_of(size, band, offset, b, tile, len_k, split, splits, BQ, BK)
     m = tl.full([BQ], float("-inf"), tl.float32)
     sums = tl.zeros([BK, BQ], tl.float32)
     even = tl.zeros([E1 // 2, BQ], tl.float32)
     odd = tl.zeros([E1 // 2, BQ], tl.float32)
-    page = pages_of(lay, b, start + first * BK, PAGE, BK)
     for i in tl.range(first, last):
         k0 = start + i * BK
         keys = k0 + tl.arange(0, BK)[:, None]
