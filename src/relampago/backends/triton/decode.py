@@ -423,8 +423,8 @@ def decode(
     items = batch * groups * size.tiles
     if splits is None:
         tile = plan.block_k * (dim + dim_v) * k.element_size()
-        more = 2 * block_q * (dim + plan.block_k) + RESERVED if bytewise else 0
-        at_once = resident(device, replace(plan, block_q=block_q), tile, more)
+        own = 2 * block_q * (dim + plan.block_k) + RESERVED if bytewise else 0
+        at_once = resident(device, replace(plan, block_q=block_q), tile, own)
         slots = device.multiprocessors * at_once
         tiles = triton.cdiv(min(size.len_k, x.len_k), plan.block_k)
         splits = splits_for(items, tiles, slots, x.layout_k is not Layout.DENSE)

@@ -1,11 +1,11 @@
 """Flash decoding from keys and values in e4m3 for up to eight rows: the loop of `decode.py` on its side.
 
 Half of the bytes leave half of the time, so that here instructions count. Scores stand as [keys, rows] and sums as
-[columns, rows]: converted keys are the operand of a product as they come from shared memory, queries need no moves to be
-the other, and eight rows fill an instruction that sixteen would. A value's bytes lie beside those of other columns, and
-products want them beside those of other keys. So values are read as int16, two columns each: the load that transposes
-words of 16 bits brings two columns of two keys, one permutation sorts their bytes, and even and odd columns have a
-product each.
+[columns, rows]: converted keys are the operand of a product as they come from shared memory, queries need no moves to
+be the other, and eight rows fill an instruction that sixteen would. A value's bytes lie beside those of other columns,
+and products want them beside those of other keys. So values are read as int16, two columns each: the load that
+transposes words of 16 bits brings two columns of two keys, one permutation sorts their bytes, and even and odd columns
+have a product each.
 """
 
 from __future__ import annotations
