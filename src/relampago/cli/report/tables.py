@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from relampago.cli.console import size
-from relampago.cli.report.results import load
+from relampago.cli.report.results import load, there
 from relampago.plan import Plan, table
 from relampago.problem import Device, Problem
 
@@ -265,21 +265,31 @@ def gluon_backward() -> str:
     return markdown("Hopper backward in Gluon on the H200", head, rows, note)
 
 
+TRAINING = tuple(f"h200/train-step{run}.json" for run in ("", "-bf16", "-compiled", "-mistral"))
+
+
 def training() -> str:
-    """The training step of 7 billion parameters."""
+    """The training step of 7 billion parameters: each run that there is."""
+    return "\n\n".join(training_run(file) for file in TRAINING if there(file))
+
+
+def training_run(file: str) -> str:
+    """One run: its lengths and kinds of attention."""
     from relampago.cli.train_step import rows, table
 
-    record = load("h200/train-step.json")
+    record = load(file)
     shape, made = rows.of_record(record)
     peak = rows.peak_flops(record)
     lines = [table.cells(row, shape, peak) for row in made]
     first, facts = record["cells"][0], record["machine"]
     note = (
         f"{facts['gpus'][0]['name']}, torch {facts['torch']}, {facts['date'][:10]}, {first['model']}, {shape.layers} "
-        f"layers, checkpoints: {first['checkpoint']}, AdamW: {first['optimiser']}; ~: estimates "
-        f"(`h200/train-step.json`). {' '.join(f'{said}.' for said in rows.gains(made))}"
+        f"layers{' (compiled)' if first.get('compiled') else ''}, checkpoints: {first['checkpoint']}, "
+        f"AdamW: {first['optimiser']}; ~: estimates "
+        f"(`{file}`). {' '.join(f'{said}.' for said in rows.gains(made))}"
     )
-    return markdown("A training step", list(table.HEAD), lines, note)
+    title = f"A training step: {first['model']}, AdamW in {first['optimiser']}"
+    return markdown(title, list(table.HEAD), lines, note)
 
 
 def moved() -> str:
@@ -328,7 +338,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "decode": ("h200/decode-sweep.json", decode),
     "gluon": (FORWARD[0], gluon),
     "gluon-backward": (BACKWARD_RUNS[0], gluon_backward),
-    "train-step": ("h200/train-step.json", training),
+    "train-step": (TRAINING[0], training),
     "io": ("h200/io.json", moved),
     "train-tiny": ("cpu/train-tiny.json", curves),
     "support": ("", support),
