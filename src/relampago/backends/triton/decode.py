@@ -39,6 +39,7 @@ from relampago.backends.triton.tile import (
     origin,
     power,
     scores,
+    stepped,
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays, Device, Layout, Problem
@@ -151,6 +152,11 @@ def attend_part(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    if out is not None:
+        so = stepped(so, out, E)
     groups = size.heads // size.group
     pid = tl.program_id(0)
     g = pid % groups

@@ -35,6 +35,7 @@ from relampago.backends.triton.tile import (
     query_bounds,
     rows_of,
     scores,
+    stepped,
     store_tile,
     weights,
 )
@@ -46,6 +47,7 @@ def tile_at(
     N: tl.constexpr,
 ):  # fmt: skip
     """Tokens first.. of a sequence's head, [N, WIDTH]."""
+    stride = stepped(stride, base, DIM)
     at = base + origin(stride, b, start, head)
     return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, True)
 
