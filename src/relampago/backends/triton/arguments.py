@@ -147,7 +147,7 @@ def strides(t: Tensor) -> Strides:
 
 
 def rows_contiguous(t: Tensor) -> Tensor:
-    """The tensor, or a copy if its last dimension is not contiguous, or if rows lie askew: `tile.stepped` relies on it."""
+    """The tensor, or a copy if its last dimension is not contiguous, or if rows lie askew, see `tile.stepped`."""
     step = math.gcd(t.shape[-1], 16 // t.element_size())
     sizes = zip(t.shape[:-1], t.stride()[:-1], strict=True)
     askew = any(n > 1 and s % step for n, s in sizes)
