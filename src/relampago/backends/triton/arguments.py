@@ -335,8 +335,9 @@ def parts(x: Arrays, boxed: bool = False) -> tuple[int, int, int, int]:
     """How a kernel cuts the head dims of keys and of values: both by `split`, or neither.
 
     ptxas 12.8, which Triton 3.6 brings, at times builds descriptors of a second part's products from a wrong register,
-    where registers are short since rows come number by number: on an H200 d 40/72 read beyond shared memory. So on
-    Hopper such rows are padded, unless TMA loads them (boxed). `tests/crosscompile/descriptors.py` looks for it.
+    where registers are short since rows come number by number: on an H200 d 40/72 read beyond shared memory. Rows of
+    odd dims and unaligned addresses still come so (see `tile.stepped`), and a batch may hold both kinds of address. So
+    on Hopper such rows are padded, unless TMA loads them (boxed). `tests/crosscompile/descriptors.py` looks for it.
     """
     dims = x.q.shape[-1], x.v.shape[-1]
     loose = not boxed and x.q.element_size() == 2 and any(dim % 16 for dim in dims)
