@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relampago import defaults, validate
 from relampago.errors import InvalidInput
-from relampago.masks.spec import Causal, Window
+from relampago.masks.spec import All, Causal, Window
 from relampago.mods import ScoreMod, alibi
 from relampago.mods import softcap as softcap_mod
 
@@ -51,10 +51,10 @@ def mask_of(o: Options) -> Any:
     """All that restricts who sees whom, as one mask."""
     mask = o.mask
     if o.causal:
-        mask = Causal() if mask is None else Causal() & mask
+        mask = Causal() if mask is None else All.of(Causal(), mask)
     if o.window is not None:
         window = Window(*o.window)
-        mask = window if mask is None else window & mask
+        mask = window if mask is None else All.of(window, mask)
     return mask
 
 

@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import relampago as rl
 import relampago.integrations.transformers as integration
+from relampago.integrations.transformers import masks
 
 VOCAB, LENGTH = 48, 11
 SMALL = {
@@ -319,6 +320,28 @@ def test_compiled_model() -> None:
             got = compiled(ids(), attention_mask=mask, use_cache=False).logits
             keep = torch.ones(2, LENGTH).bool() if mask is None else mask.bool()
             torch.testing.assert_close(got[keep], want[keep])
+
+
+@torch.no_grad()
+def test_compiled_layers_of_a_model_that_is_not() -> None:
+    """Layers get masks made outside of their graph, which stay unwritten in it; the second length is a dynamic one."""
+    torch._dynamo.reset()
+    model = build("Mistral")
+    model.set_attn_implementation("relampago")
+    runs = [(ids(), padded("left")), (ids(), None), (ids()[:, :-3], None)]
+
+    def outputs() -> list[torch.Tensor]:
+        return [model(i, attention_mask=m, use_cache=False).logits for i, m in runs]
+
+    want = outputs()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "sdpa_mask", lambda *a, **k: pytest.fail("a mask is written"))
+        got = outputs()
+    for (_, mask), mine, theirs in zip(runs, got, want, strict=True):
+        keep = slice(None) if mask is None else mask.bool()
+        torch.testing.assert_close(mine[keep], theirs[keep])
 
 
 def test_custom_masks_bool_and_float() -> None:

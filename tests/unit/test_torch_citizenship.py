@@ -89,10 +89,11 @@ def test_gradcheck_with_lse_bias_and_sinks() -> None:
 def test_compile_fullgraph_forward_and_backward() -> None:
     torch._dynamo.reset()
     q, k, v = (t.requires_grad_() for t in make())
+    seen = torch.rand(q.shape[1], k.shape[1]) > 0.2
 
     def fn(q, k, v):
         out, lse = rl.attention(
-            q * 2, k, v, causal=True, window=(7, 0), softcap=9.0, return_lse=True
+            q * 2, k, v, causal=True, window=(7, 0), mask=seen, softcap=9.0, return_lse=True
         )
         return out.sin(), lse
 

@@ -83,6 +83,7 @@ def test_master_weights_keep_what_bf16_would_lose() -> None:
 
 
 @pytest.mark.usefixtures("quick_text")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 def test_checkpoints_change_what_is_made_again_not_the_step(monkeypatch) -> None:
     from relampago.backends.cpu import Cpu
 
@@ -90,14 +91,20 @@ def test_checkpoints_change_what_is_made_again_not_the_step(monkeypatch) -> None
     forward = Cpu.forward
     monkeypatch.setattr(Cpu, "forward", lambda *a: (calls.append(1), forward(*a))[1])
     monkeypatch.setattr(cells, "cpu_growth", lambda step: None)
-    losses = {}
+    compile_ = torch.nn.Module.compile
+    traced = lambda self, **words: compile_(self, backend="aot_eager", **words)  # noqa: E731 - the same sums
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    losses = []
     for checkpoint, passes in (("full", 2), ("most", 1), ("attention", 1), ("none", 1)):
-        calls.clear()
-        made = dataclasses.replace(TINY, attention="relampago", checkpoint=checkpoint)
-        losses[checkpoint] = cells.measure(made)["losses"]
-        steps = cells.WARM_UP + made.repeats
-        assert len(calls) == passes * steps * made.shape.layers, checkpoint
-    assert all(found == losses["full"] for found in losses.values())
+        for compiled in (False, True):
+            calls.clear()
+            made = dataclasses.replace(
+                TINY, attention="relampago", checkpoint=checkpoint, compiled=compiled
+            )
+            losses.append(cells.measure(made)["losses"])
+            steps = cells.WARM_UP + made.repeats
+            assert len(calls) == passes * steps * made.shape.layers, (checkpoint, compiled)
+    assert all(found == losses[0] for found in losses)
 
 
 def test_logits_in_slices_give_the_gradients_of_the_whole(monkeypatch) -> None:
@@ -245,6 +252,7 @@ def test_a_process_that_dies_or_lingers_is_reported(monkeypatch) -> None:
         (("--model", "llama-70b"), "'llama-70b'"),
         (("--attention", "flash"), "'flash'"),
         (("--checkpoint", "some"), "'some'"),
+        (("--checkpoint", "full,most"), "'full,most'"),
         (("--device", "abacus"), "'abacus'"),
     ],
 )

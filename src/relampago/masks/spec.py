@@ -23,10 +23,10 @@ class Mask:
     """A value that can be combined with `&`: a key is visible where both masks show it."""
 
     def __and__(self, other: Any) -> Mask:
-        return All((*_parts(self), *_parts(other)))
+        return All.of(self, other)
 
     def __rand__(self, other: Any) -> Mask:
-        return All((*_parts(other), *_parts(self)))
+        return All.of(other, self)
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ class All(Mask):
     """The intersection of several masks."""
 
     masks: tuple[Mask, ...]
+
+    @staticmethod
+    def of(*masks: Any) -> All:
+        """Those given, tensors and functions among them; what `&` says, but Dynamo takes `&` with a tensor for its."""
+        return All(tuple(part for mask in masks for part in _parts(mask)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,10 @@ def train_step(
     optimiser: Annotated[
         str, typer.Option(help="AdamW in fp32 (moments and master weights) or bf16 (moments)")
     ] = "fp32",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="each layer by torch.compile: fewer passes over memory"),
+    ] = False,
     seconds: Annotated[
         float, typer.Option(min=1, help="for all; what is not reached says so")
     ] = 540,
@@ -50,7 +55,13 @@ def train_step(
 
     started = time.perf_counter()
     where = _device(device)
-    cells = _cells(model, lengths, attention, layers, checkpoint, optimiser, repeats, where)
+    shared = {
+        "checkpoint": checkpoint,
+        "optimiser": optimiser,
+        "repeats": repeats,
+        "compiled": compiled,
+    }
+    cells = _cells(model, lengths, attention, layers, shared, where)
     facts = machine.facts() | {"transformers": machine.version("transformers")}
     record: dict[str, Any] = {"machine": facts, "seconds": seconds, "cells": []}
     out.mkdir(parents=True, exist_ok=True)
@@ -80,12 +91,10 @@ def _cells(
     lengths: str | None,
     attention: str,
     layers: int | None,
-    checkpoint: str,
-    optimiser: str,
-    repeats: int,
+    shared: dict[str, Any],
     where: str,
 ) -> list[Cell]:
-    """What to measure, in order."""
+    """What to measure, in order; `shared` are the words of `Cell` that all have."""
     from relampago.cli import machine
     from relampago.cli.bench import words
     from relampago.cli.train_step.cell import Cell
@@ -93,19 +102,28 @@ def _cells(
     from relampago.cli.train_step.order import KINDS, order
     from relampago.cli.train_step.shapes import CHECKPOINTS, SHAPES
 
-    (name,) = words(model or ("llama-7b" if where == "cuda" else "tiny"), tuple(SHAPES), "model")
+    name = model or ("llama-7b" if where == "cuda" else "tiny")
+    one_of(name, SHAPES, "model")
     kinds = words(attention, KINDS, "attention")
-    (kept,) = words(checkpoint, CHECKPOINTS, "checkpoint")
-    (precision,) = words(optimiser, tuple(OPTIMISERS), "optimiser")
-    first = Cell(name, layers, 1, kinds[0], kept, precision, where, repeats)
+    one_of(shared["checkpoint"], CHECKPOINTS, "checkpoint")
+    one_of(shared["optimiser"], OPTIMISERS, "optimiser")
+    first = Cell(name, layers, 1, kinds[0], device=where, **shared)
     room = None
     if gpus := machine.gpus() if where == "cuda" else []:
-        room = gpus[0]["memory"] - held_per_parameter(precision) * first.shape.parameters
+        room = gpus[0]["memory"] - held_per_parameter(first.optimiser) * first.shape.parameters
     counts = parse_lengths(lengths or LENGTHS[where])
     return [
         dataclasses.replace(first, length=length, attention=kind)
         for length, kind in order(counts, kinds, first.shape, room)
     ]
+
+
+def one_of(word: str, known: Collection[str], option: str) -> None:
+    """Refuse a word that is not known."""
+    from relampago.errors import InvalidInput
+
+    if word not in known:
+        raise InvalidInput(f"--{option} is {word!r}; expected one of {', '.join(known)}")
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -173,5 +191,6 @@ def _print_head(cell: Cell, facts: dict[str, Any]) -> None:
     shape = cell.shape
     console.print(
         f"{cell.model}, {shape.layers} layers, {shape.parameters / 1e9:.3g} billion parameters ({shape.source}), bf16, "
-        f"random weights; AdamW: {cell.optimiser}; checkpoints: {cell.checkpoint}; {chip}, torch {facts['torch']}"
+        f"random weights; AdamW: {cell.optimiser}; checkpoints: {cell.checkpoint}; "
+        f"{'compiled; ' if cell.compiled else ''}{chip}, torch {facts['torch']}"
     )

@@ -7,6 +7,7 @@ JSON on stdin, and answers by lines of JSON: {"stage": ...} while it works, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -41,6 +42,7 @@ class Cell:
         optimiser: "fp32" (moments and master weights) or "bf16" (moments).
         device: "cpu" or "cuda".
         repeats: steps measured, after the warm-up.
+        compiled: whether `torch.compile` fuses what stands between products, a layer at a time.
     """
 
     model: str
@@ -51,6 +53,7 @@ class Cell:
     optimiser: str
     device: str
     repeats: int
+    compiled: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -151,33 +154,32 @@ def build(cell: Cell) -> Any:
     if cell.checkpoint != "none":
         words: dict[str, Any] = {"use_reentrant": False}
         if cell.checkpoint != "full":
-            words["context_fn"] = Keeping(cell)
+            words["context_fn"] = keeping(cell)
         now = getattr(model, "activation_checkpointing_enable", None)  # the newer name
         (now or model.gradient_checkpointing_enable)(words)
+    if cell.compiled:
+        for layer in model.model.layers:  # one graph serves them all
+            layer.compile(fullgraph=True)
     return model
 
 
-class Keeping:
-    """Selective checkpoints: attention's results are kept, under "most" also all products but gate and up."""
+def keeping(cell: Cell) -> Callable[[], tuple[Any, Any]]:
+    """Selective checkpoints: attention's results are kept, under "most" also all products but gate and up.
 
-    def __init__(self, cell: Cell) -> None:
-        self.inner = cell.shape.inner if cell.checkpoint == "most" else None
+    Returns:
+        What makes the contexts of the forward and of what is made again; a partial, which Dynamo can read.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    def __call__(self) -> tuple[Any, Any]:
-        """A pair of contexts, for the forward and for what is made again."""
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    inner = cell.shape.inner if cell.checkpoint == "most" else None
 
-        return create_selective_checkpoint_contexts(self.policy)
-
-    def policy(self, context: Any, op: Any, *arguments: Any, **options: Any) -> Any:
-        """Whether an op's result is kept."""
-        from torch.utils.checkpoint import CheckpointPolicy
-
-        name = str(op)
-        kept = name.startswith(("relampago.forward", "aten._scaled_dot_product"))
-        if self.inner is not None and op is torch.ops.aten.mm.default:
-            kept = arguments[1].shape[1] != self.inner
+    def policy(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        kept = str(op).startswith(("relampago.forward", "aten._scaled_dot_product"))
+        if inner is not None and op is torch.ops.aten.mm.default:
+            kept = arguments[1].shape[1] != inner
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
 def backward(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relampago.api import attention, attention_varlen
 from relampago.integrations.transformers.masks import BandMask
-from relampago.masks.spec import Document
+from relampago.masks.spec import All, Document
 
 
 def attention_forward(
@@ -92,7 +92,7 @@ def banded(k: Tensor, v: Tensor, mask: BandMask) -> tuple[Tensor, Tensor, dict[s
         seen["mask"] = mask.keys[:, None, None, :n]
     if band.ids is not None:
         documents = Document.from_ids(band.ids)
-        seen["mask"] = documents & seen["mask"] if "mask" in seen else documents
+        seen["mask"] = All.of(documents, seen["mask"]) if "mask" in seen else documents
     return k[:, :n], v[:, :n], seen
 
 

@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
-PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_nested", "requires_grad", "is_cuda")
+# What does not look at the elements; Dynamo and autograd ask for more of it than people do.
+PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "layout", "is_nested", "requires_grad", "grad", "grad_fn", "is_leaf", "_base",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_mps", "is_xpu",
+)  # fmt: skip
 READS = {getattr(Tensor, name).__get__ for name in PROPERTIES} | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-}
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.__len__, Tensor.stride, Tensor.storage_offset,
+    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_conj, Tensor.is_neg,
+    Tensor.is_inference, Tensor.element_size, Tensor._is_view, Tensor.untyped_storage,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
