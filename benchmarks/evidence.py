@@ -5,8 +5,8 @@
     python benchmarks/evidence.py mistral   # Mistral 7B with its window of 4096
     python benchmarks/evidence.py io tiny   # bytes under ncu; loss curves at 8k
 
-A result belongs into benchmarks/results/h200/ under the name that the tables read: train-step.json, and -bf16, -compiled and
--mistral of it; io.json. A lent machine may send few files back: pack them.
+A result belongs into benchmarks/results/h200/ under the name that the tables read: train-step.json, and the like with
+-bf16, -compiled and -mistral; io.json. A lent machine may send few files back: pack them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Asked:
     dims: tuple[int, int] = (128, 128)
     dtype: torch.dtype = torch.bfloat16
     rows: int = 512
-    keys: str = "dense"  # or "packed", "strided", "cache", "page16"
+    keys: str = "dense"  # or "packed", "strided", "cache", "page16", "page33"
     chunks: int = 1
 
     def arrays(self, **options: Any) -> Any:
@@ -51,8 +51,9 @@ class Asked:
             k, v = (torch.zeros(self.rows, 8, d, dtype=self.dtype) for d in self.dims)
             return arrays_of(prepare(q[0], k, v, call, packing=Packing(cu, cu, most, most)))
         cache = KVCache(1, 4096, 8, *self.dims, dtype=self.dtype)
-        if self.keys == "page16":
-            cache = PagedKVCache(1, 256, 16, 8, *self.dims, dtype=self.dtype)
+        if self.keys.startswith("page"):
+            page = int(self.keys.removeprefix("page"))
+            cache = PagedKVCache(1, 256, page, 8, *self.dims, dtype=self.dtype)
         return arrays_of(prepare(q, cache.k, cache.v, call, cache=cache))
 
 

@@ -15,6 +15,7 @@ import relampago as rl
 from relampago import dropout
 from relampago.api import Options, Packing, prepare
 from relampago.backends.reference import attend
+from relampago.backends.triton import arguments as A
 from relampago.backends.triton import backward, forward
 from relampago.cases import find
 from relampago.op import arrays_of
@@ -92,7 +93,7 @@ PLAN = Plan(block_q=32, block_k=32)
 
 @pytest.mark.parametrize("name", ["bottom-right", "dim-40-v-72", "relative-bias"])
 def test_fold_into_other_keys(name, device) -> None:
-    """What another shard found, as rows of a longer result; a row that neither sees stays 0 with LSE -inf."""
+    """What another shard found, as rows of a longer result, askew; a row that neither sees stays 0 with LSE -inf."""
     x = lowered(small(name), device)
     standard, oracle = (attend(x, dtype) for dtype in (torch.float32, torch.float64))
     b, n, h, e = standard[0].shape
@@ -101,9 +102,9 @@ def test_fold_into_other_keys(name, device) -> None:
     standard = rl.merge((other, other_lse), standard)
     oracle = rl.merge((other.double(), other_lse.double()), oracle)
     longer, longer_lse = (
-        torch.full(shape, 7.0, device=device) for shape in ((b, n + 40, h, e), (b, h, n + 40))
+        torch.full(shape, 7.0, device=device) for shape in ((b, n + 40, h, e + 3), (b, h, n + 40))
     )
-    x.into = longer[:, 3 : n + 3], longer_lse[:, :, 3 : n + 3]
+    x.into = longer[:, 3 : n + 3, :, :e], longer_lse[:, :, 3 : n + 3]
     for t, value in zip(x.into, (other, other_lse), strict=True):
         t.copy_(value)
     forward.forward(x, PLAN)
@@ -111,26 +112,41 @@ def test_fold_into_other_keys(name, device) -> None:
     check(f"into {name}", *named, torch.float32)
     assert (longer[:, :3] == 7).all()
     assert (longer[:, n + 3 :] == 7).all()
+    assert (longer[..., e:] == 7).all()
     assert (longer_lse[:, :, n + 3 :] == 7).all()
+
+
+@pytest.mark.parametrize("dims", [(40, 72), (36, 35)])
+def test_strides_without_meaning(dims, device) -> None:
+    """A dimension of one entry may have any: kernels take the others for multiples of a row's part."""
+    x = prepare(*(torch.randn(1, 5, 1, d, device=device) for d in (dims[0], *dims)), Options())
+    x = arrays_of(x)
+    want = forward.forward(x, PLAN)
+    for name in "qkv":
+        t = getattr(x, name)
+        setattr(x, name, t.as_strided(t.shape, (7, t.stride(1), 3, 1)))
+    assert A.rows_contiguous(x.q) is x.q
+    for got, other in zip(forward.forward(x, PLAN), want, strict=True):
+        assert torch.equal(got, other)
 
 
 @pytest.mark.parametrize("fused", [0, 1])
 @pytest.mark.parametrize("name", ["bottom-right", "dim-40-v-72"])
 def test_gradients_added_to_others(name, fused, device) -> None:
-    """To parts of longer tensors, whose neighbours stay; delta is known, and out is not read."""
+    """To parts of longer and wider tensors, whose neighbours stay; delta is known, and out is not read."""
     x = lowered(small(name), device)
     out, lse = forward.forward(x, PLAN)
     dout = torch.randn_like(out)
     plan = Plan(block_q=32, block_k=32, fused=fused)
     want = backward.backward(x, plan, PLAN, Saved(out, lse), dout, None, Wanted(), False)
     longer = [
-        torch.randn(t.shape[0], t.shape[1] + 9, *t.shape[2:], device=device)
+        torch.randn(t.shape[0], t.shape[1] + 9, t.shape[2], t.shape[3] + 3, device=device)
         for t in (x.q, x.k, x.v)
     ]
     before = [t.clone() for t in longer]
     delta = (dout * out).sum(-1).transpose(1, 2)
     saved = Saved(torch.full_like(out, torch.nan), lse, delta)
-    parts = [t[:, 2 : t.shape[1] - 7] for t in longer]
+    parts = [t[:, 2 : t.shape[1] - 7, :, :-3] for t in longer]
     fresh = [torch.full_like(t, torch.nan) for t in parts[1:]]
     for sums in (Sums(*parts), Sums(parts[0], *fresh, anew=True)):
         x.sums = sums
@@ -139,7 +155,7 @@ def test_gradients_added_to_others(name, fused, device) -> None:
     for one, other in zip(fresh, want[1:3], strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
     for t, old, grad, times in zip(longer, before, want[:3], (2, 1, 1), strict=True):
-        old[:, 2 : t.shape[1] - 7] += times * grad
+        old[:, 2 : t.shape[1] - 7, :, :-3] += times * grad
         torch.testing.assert_close(t, old, atol=1e-5, rtol=1e-5)
 
 

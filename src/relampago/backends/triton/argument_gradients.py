@@ -32,6 +32,7 @@ from relampago.backends.triton.tile import (
     plain,
     rows_of,
     scores,
+    stepped,
     weights,
 )
 from relampago.mods import BETWEEN, rule_of
@@ -133,6 +134,10 @@ def by_argument(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one diagonal of tiles, or one row of tiles, adds to an argument's gradient."""
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    sdo = stepped(sdo, dout, E)
     tile, head, b = assignment(size, False)
     first, len_q = rows_of(lay, size, b)
     first_k, len_k = keys_of(lay, size, b)

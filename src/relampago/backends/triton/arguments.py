@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +17,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from relampago import dropout
-from relampago.backends.triton.tile import plain
+from relampago.backends.triton.tile import Strides, plain
 from relampago.masks.rules import Band as Facts
 from relampago.mods import BETWEEN, Rule, rule_of
 from relampago.problem import Arrays, Device
 
 # Of keys and values that heads in flight share: half of an H100's L2 is near an SM.
 L2_BYTES = 24 << 20
-
-
-class Strides(NamedTuple):
-    """Elements between sequences (or pages), rows and heads; the last dimension is contiguous."""
-
-    b: int
-    l: int
-    h: int
 
 
 class Size(NamedTuple):
@@ -154,10 +147,10 @@ def strides(t: Tensor) -> Strides:
 
 
 def rows_contiguous(t: Tensor) -> Tensor:
-    """The tensor, or a copy if its last dimension is not contiguous, or if rows of whole 16 bytes lie askew."""
-    step = 16 // t.element_size()
+    """The tensor, or a copy if its last dimension is not contiguous, or if rows lie askew, see `tile.stepped`."""
+    step = math.gcd(t.shape[-1], 16 // t.element_size())
     sizes = zip(t.shape[:-1], t.stride()[:-1], strict=True)
-    askew = t.shape[-1] % step == 0 and any(n > 1 and s % step for n, s in sizes)
+    askew = any(n > 1 and s % step for n, s in sizes)
     return t.contiguous() if askew or (t.stride(-1) != 1 and t.shape[-1] != 1) else t
 
 
@@ -342,8 +335,9 @@ def parts(x: Arrays, boxed: bool = False) -> tuple[int, int, int, int]:
     """How a kernel cuts the head dims of keys and of values: both by `split`, or neither.
 
     ptxas 12.8, which Triton 3.6 brings, at times builds descriptors of a second part's products from a wrong register,
-    where registers are short since rows come number by number: on an H200 d 40/72 read beyond shared memory. So on
-    Hopper such rows are padded, unless TMA loads them (boxed). `tests/crosscompile/descriptors.py` looks for it.
+    where registers are short since rows come number by number: on an H200 d 40/72 read beyond shared memory. Rows of
+    odd dims and unaligned addresses still come so (see `tile.stepped`), and a batch may hold both kinds of address. So
+    on Hopper such rows are padded, unless TMA loads them (boxed). `tests/crosscompile/descriptors.py` looks for it.
     """
     dims = x.q.shape[-1], x.v.shape[-1]
     loose = not boxed and x.q.element_size() == 2 and any(dim % 16 for dim in dims)

@@ -39,6 +39,7 @@ from relampago.backends.triton.tile import (
     origin,
     power,
     scores,
+    stepped,
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays, Device, Layout, Problem
@@ -235,6 +236,11 @@ def attend_part(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    if out is not None:
+        so = stepped(so, out, E)
     b, g, tile, split = work_of(size, splits)
     _, len_k = keys_of(lay, size, b)
     offset = offset_of(lay, band, size.len_q, len_k)

@@ -36,6 +36,7 @@ from relampago.backends.triton.tile import (
     power,
     rows_of,
     scores,
+    stepped,
     store_tile,
     turn_of,
     turned,
@@ -154,6 +155,11 @@ def attend(
 
     Keys and values in e4m3 have scales (B, G): what is loaded is exact in fp16 and bf16, and scales are linear.
     """
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    if not RESUME:  # else it is the caller's
+        so = stepped(so, out, E)
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(out, lse, lay, size, so, sl, tile, head, b, float("-inf"), E, E1, E2, BQ)

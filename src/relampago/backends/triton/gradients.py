@@ -31,6 +31,7 @@ from relampago.backends.triton.tile import (
     rows_of,
     scores,
     slope,
+    stepped,
     store_tile,
     turn_of,
     turned,
@@ -230,6 +231,15 @@ def by_keys(
     size.heads counts kv heads. One of the two alone leaves its accumulator twice the registers. FIXED: rows come in
     order, whatever they see, so that neither other sequences nor rows of zeros behind the last change a bit.
     """
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    sdo = stepped(sdo, dout, E)
+    if not ADDS:  # else they are the caller's
+        sdk = stepped(sdk, dk, D)
+        sdv = stepped(sdv, dv, E)
+    if FUSED:
+        sdq = stepped(sdq, dq, D)
     tile, g, b = assignment(size, False)
     if lay.cu_k is not None:
         fill_key_tail(dk, dv, lay, size, sdk, sdv, tile, g, b, D, D1, D2, E, E1, E2, BK)
@@ -364,6 +374,12 @@ def by_queries(
     PRECISION: tl.constexpr, ATOMIC: tl.constexpr, ADDS: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of rows, added to what is there if ADDS, and dbias. FIXED: keys come in order, as in `by_keys`."""
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    sdo = stepped(sdo, dout, E)
+    if not ADDS:  # else it is the caller's
+        sdq = stepped(sdq, dq, D)
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(dq, None, lay, size, sdq, sl, tile, head, b, 0.0, D, D1, D2, BQ)

@@ -51,6 +51,7 @@ from relampago.backends.triton.tile import (
     power,
     rows_of,
     scores,
+    stepped,
 )
 from relampago.plan import Plan
 from relampago.problem import Arrays, Device
@@ -167,6 +168,11 @@ def attend_spans(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    if not RESUME:  # else it is the caller's
+        so = stepped(so, out, E)
     turn, g, b = assignment(size, band.right is not None)
     first, len_q = rows_of(lay, size, b)
     if lay.cu_q is not None:

@@ -25,6 +25,7 @@ from relampago.backends.triton.tile import (
     power,
     rows_of,
     scores,
+    stepped,
     store_tile,
     weights,
 )
@@ -70,6 +71,8 @@ def prepare(
     if known is not None:
         dots = tl.load(known + at, mask=inside, other=0.0)
     else:
+        so = stepped(so, out, E)
+        sdo = stepped(sdo, dout, E)
         out += origin(so, b, 0, head)
         dout += origin(sdo, b, 0, head)
         o = load_tile(out, row, length, so.l, E, 0, E1, BQ, True).to(tl.float32)
@@ -87,6 +90,7 @@ def prepare(
     total = tl.where(empty, float("inf"), total) * (1.0 if NATURAL else LOG2E)
     tl.store(shift + at, total, mask=inside)
     if sums is not None:
+        ss = stepped(ss, sums, D)
         sums += origin(ss, b, 0, head)
         store_tile(sums, row, length, ss.l, tl.zeros([BQ, D1], tl.float32), D, 0, D1, BQ)
         if D2 > 0:
@@ -103,6 +107,8 @@ def renormalise(
 
     A row whose every key has a bias of finfo.min, say, has that as its LSE too: log Σ is lost in rounding.
     """
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
     tile, head, b = assignment(size, False)
     first, len_q = rows_of(lay, size, b)
     q0, q_end, q_base = query_tile(size, sparse, tile, len_q, BQ)

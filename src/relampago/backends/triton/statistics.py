@@ -38,6 +38,7 @@ from relampago.backends.triton.tile import (
     query_bounds,
     rows_of,
     scores,
+    stepped,
     turn_of,
     turned,
     weights,
@@ -93,6 +94,8 @@ def describe(
     NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """LSE and entropy of one tile of queries; a tile without any of the last rows stops at once."""
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
     tile, head, b = assignment(size, band.right is not None)
     first, len_q = rows_of(lay, size, b)
     q0, q_end, q_base = query_tile(size, sparse, tile, len_q, BQ)
@@ -189,6 +192,8 @@ def receive(
     NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The weights that one tile of keys receives from a query head's last rows."""
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
     tile, head, b = assignment(size, False)
     first_k, len_k = keys_of(lay, size, b)
     k0, k_end, k_base = key_tile(size, sparse, tile, len_k, BK)

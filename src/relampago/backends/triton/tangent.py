@@ -42,6 +42,7 @@ from relampago.backends.triton.tile import (
     rows_of,
     scores,
     slope,
+    stepped,
     store_tile,
     turn_of,
     turned,
@@ -130,6 +131,16 @@ def attend_along(
     BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: out, LSE and their tangents."""
+    sq = stepped(sq, q, D)
+    sk = stepped(sk, k, D)
+    sv = stepped(sv, v, E)
+    if tq is not None:
+        stq = stepped(stq, tq, D)
+    if tk is not None:
+        stk = stepped(stk, tk, D)
+    if tv is not None:
+        stv = stepped(stv, tv, E)
+    so = stepped(so, out, E)
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(out, lse, lay, size, so, sl, tile, head, b, float("-inf"), E, EW, 0, BQ)

@@ -35,6 +35,7 @@ from relampago.backends.triton.tile import (
     query_bounds,
     rows_of,
     scores,
+    stepped,
     store_tile,
     weights,
 )
@@ -46,6 +47,7 @@ def tile_at(
     N: tl.constexpr,
 ):  # fmt: skip
     """Tokens first.. of a sequence's head, [N, WIDTH]."""
+    stride = stepped(stride, base, DIM)
     at = base + origin(stride, b, start, head)
     return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, True)
 
@@ -145,6 +147,9 @@ def keys_along(
     ATOMIC: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):  # fmt: skip
     """The tangents of dK, dV or both of one tile of keys: all heads of the group. size.heads counts kv heads."""
+    sdk = stepped(sdk, dk, D)
+    sdv = stepped(sdv, dv, E)
+    sdq = stepped(sdq, dq, D)
     tile, g, b = assignment(size, False)
     if lay.cu_k is not None:
         fill_key_tail(dk, dv, lay, size, sdk, sdv, tile, g, b, D, DW, 0, E, EW, 0, BK)
@@ -214,6 +219,7 @@ def queries_along(
     BK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """The tangents of dQ of one tile of rows, and of dbias."""
+    sdq = stepped(sdq, dq, D)
     tile, head, b = assignment(size, band.right is not None)
     if lay.cu_q is not None:
         fill_tail(dq, None, lay, size, sdq, sl, tile, head, b, 0.0, D, DW, 0, BQ)

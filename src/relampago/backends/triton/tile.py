@@ -8,6 +8,8 @@ None compiles to nothing.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,14 @@ BIG = tl.constexpr(2147483647)
 SCAN = tl.constexpr(1024)  # rows of a table that are looked at together
 SPREAD = tl.constexpr(3)  # blocks between where neighbouring programs begin
 _A, _B, _GOLDEN = tl.constexpr(dropout._A), tl.constexpr(dropout._B), tl.constexpr(dropout._GOLDEN)
+
+
+class Strides(NamedTuple):
+    """Elements between sequences (or pages), rows and heads; the last dimension is contiguous."""
+
+    b: Any
+    l: Any
+    h: Any
 
 
 def plain(fn):
@@ -99,6 +109,22 @@ def offset_of(lay, band, len_q, len_k):
     if lay.cu_q is not None or lay.cu_k is not None or lay.lens_k is not None:
         offset += len_k - len_q
     return offset
+
+
+@triton.jit
+def stepped(stride, base, DIM: tl.constexpr):
+    """Strides of rows of DIM as multiples of what divides a row, at most 16 bytes, as `rows_contiguous` has them.
+
+    Triton sees for itself only whether an argument is a multiple of 16: rows of 40 or 72 would come number by number.
+    Where a dimension has one entry its stride may be any: rounded down or not, it is multiplied by 0.
+    """
+    whole: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    power: tl.constexpr = DIM & -DIM
+    step: tl.constexpr = power if power < whole else whole
+    if DIM % 16 == 0 or step == 1:
+        return stride
+    else:
+        return Strides(stride.b // step * step, stride.l // step * step, stride.h // step * step)
 
 
 @triton.jit
