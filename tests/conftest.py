@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -25,3 +26,9 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector of cycles need not go through it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
 import subprocess
 import tempfile
@@ -10,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 TARGETS = {
@@ -18,6 +23,7 @@ TARGETS = {
     **{name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")},
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SAID: dict[str, str] = {}  # what ptxas said as Triton ran it in this process, by PTX
 
 
 class Pretended:
@@ -60,13 +66,17 @@ class Recorder:
         before = driver._active
         driver.set_active(Pretended(self.arch))
         try:
-            compiled = kernel.run(
-                *args, grid=(grid,), warmup=True, num_warps=plan.warps, num_stages=plan.stages,
-                enable_fp_fusion=fusion,
-            )  # fmt: skip
+            with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+                knobs.nvidia.dump_ptxas_log = True
+                compiled = kernel.run(
+                    *args, grid=(grid,), warmup=True, num_warps=plan.warps, num_stages=plan.stages,
+                    enable_fp_fusion=fusion,
+                )  # fmt: skip
         finally:
             driver._active = before
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        if "Compiling entry function" in log.getvalue():
+            SAID[compiled.asm["ptx"]] = log.getvalue()
         registers, spills = usage(self.arch, compiled.asm)
         name = kernel.fn.__name__
         self.built.append(Built(name, compiled.metadata.shared, registers, spills, compiled.asm))
@@ -83,10 +93,32 @@ def usage(arch: str, asm: dict[str, Any]) -> tuple[int, int]:
     return found[0], found[1] + found[2]
 
 
-def asked(asm: dict[str, Any], tool: str, *options: str) -> str:
-    """What one of NVIDIA's tools says of a kernel."""
+@functools.lru_cache(maxsize=8)  # several checks of a test ask about one kernel
+def _asked(cubin: bytes, tool: str, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
+        file.write(cubin)
         file.flush()
         command = [TOOLS / tool, *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def asked(asm: dict[str, Any], tool: str, *options: str) -> str:
+    """What one of NVIDIA's tools says of a kernel."""
+    return _asked(asm["cubin"], tool, *options)
+
+
+def assembler_says(built: Built) -> str:
+    """What ptxas warns of, on Hopper: it runs once more only where the kernel came from Triton's cache."""
+    ptx = built.asm["ptx"]
+    if ptx not in SAID:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "k.ptx"
+            source.write_text(ptx)
+            try:
+                tool = get_ptxas(90)
+            except TypeError:
+                tool = get_ptxas()
+            command = [tool.path, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder) / "k.cubin"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            SAID[ptx] = done.stderr
+    return SAID[ptx]

@@ -19,8 +19,9 @@ triton = pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import Built, Recorder
-from crosscompile.test_gluon import OLD, SHARED, assembler_says, dims, disassembled
+from crosscompile.offline import Built, Recorder, assembler_says
+from crosscompile.sample import first_of_each, pinned, spared
+from crosscompile.test_gluon import OLD, SHARED, dims, disassembled
 
 from relampago.backends.gluon import backward_launch
 
@@ -111,6 +112,7 @@ def check(built: dict[str, Built], row: Row, most: int = SPILLS) -> None:
 
 
 ROWS = [pytest.param(row, id=str(i)) for i, row in enumerate(KEYS)]
+FEW = first_of_each(ROWS, "block_k")  # of forms that take every row the same way
 
 
 def reached(row: Row) -> str:
@@ -118,7 +120,7 @@ def reached(row: Row) -> str:
     return "causal" if dict(row.when).get("right") else "full"
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", spared(ROWS, first_of_each(ROWS, "block_k", "schedule", "ahead")))
 def test_rows_compile(monkeypatch, row) -> None:
     built = build(monkeypatch, row, reached(row))
     check(built, row)
@@ -132,7 +134,7 @@ def test_rows_compile(monkeypatch, row) -> None:
         assert all("v4" in one for one in added)
 
 
-@pytest.mark.parametrize("which", [1, 2, 3])
+@pytest.mark.parametrize("which", [pinned(1), 2, pinned(3)])
 def test_tiles_drawn_from_a_counter(monkeypatch, which) -> None:
     """As many registers in the loops as where a block of threads takes one tile."""
     row = KEYS[which]
@@ -143,7 +145,7 @@ def test_tiles_drawn_from_a_counter(monkeypatch, which) -> None:
     check(built, drawn, DRAWN)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", spared(ROWS, FEW))
 def test_other_forms(monkeypatch, row) -> None:
     mask = "window" if reached(row) == "causal" else "full"
     check(build(monkeypatch, row, mask, deterministic=True, packed=True), row)
@@ -152,7 +154,7 @@ def test_other_forms(monkeypatch, row) -> None:
     check(build(monkeypatch, row, mask, half=torch.float16, **more), row, most)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", spared(ROWS, FEW))
 def test_gradients_that_are_added(monkeypatch, row) -> None:
     """To those of other shards, which are part of longer tensors; as many registers as where they are stored."""
     dim, dim_v = dims(row)
@@ -169,9 +171,10 @@ def test_gradients_that_are_added(monkeypatch, row) -> None:
             assert any("v2" in one for one in found), found
 
 
-@pytest.mark.parametrize(
-    "row", [r for r in ROWS if r.values[0].plan.fused and r.values[0].plan.block_q == 64]
-)
+HELD = [r for r in ROWS if r.values[0].plan.fused and r.values[0].plan.block_q == 64]
+
+
+@pytest.mark.parametrize("row", spared(HELD, ["2"]))
 def test_rows_that_are_held(monkeypatch, row) -> None:
     """One kernel, whose main loops are no longer than those of a backward that holds nothing."""
     dim, dim_v = dims(row)
@@ -199,7 +202,7 @@ def found_by(dim: int, **more: Any) -> Row:
     return Row((("dim", dim), ("dim_v", dim)), row.plan, row.source)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [pinned(64), 128, pinned(256)])
 def test_softcap(monkeypatch, dim) -> None:
     """Its slope takes registers which others' rows have no room for."""
     mods = (softcap(30.0).token,)
@@ -208,14 +211,16 @@ def test_softcap(monkeypatch, dim) -> None:
     check(build(monkeypatch, row, "window", half=torch.float16, mods=mods), row, most)
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(96, 96), (192, 128)])
+@pytest.mark.parametrize(("dim", "dim_v"), [pinned(96, 96), (192, 128)])
 def test_padded_dims(monkeypatch, dim, dim_v) -> None:
     row = next(r for r in KEYS if dims(r)[0] >= dim and dims(r)[1] >= dim_v)  # causal's
     row = Row((("dim", dim), ("dim_v", dim_v)), row.plan, row.source)
     check(build(monkeypatch, row, "causal"), row)
 
 
-@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (128, True), (256, False)])
+@pytest.mark.parametrize(
+    ("dim", "deterministic"), [(64, False), pinned(128, True), pinned(256, False)]
+)
 def test_document_tables(monkeypatch, dim, deterministic) -> None:
     row = found_by(dim, tables=True)
     table = torch.zeros(1, 512, dtype=torch.int32)

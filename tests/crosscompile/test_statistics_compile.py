@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from crosscompile.offline import Built, Recorder
+from crosscompile.sample import pinned
 
 from relampago.backends.triton import argument_gradients, backward, forward, statistics
 
@@ -27,7 +28,7 @@ PLAN = Plan(block_q=64, block_k=64, warps=4, stages=2)
 LONG = Case(
     name="causal", batch=1, len_q=512, len_k=512, heads=4, dim=128, options={"causal": True}
 )
-ARCHS = ("sm90", "gfx942")
+ARCHS = ("sm90", pinned("gfx942"))
 
 
 def arrays(case: Case):

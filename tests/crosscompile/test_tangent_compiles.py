@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from crosscompile.offline import Built, Recorder
+from crosscompile.sample import pinned
 from crosscompile.test_triton import CAUSAL, SHARED, arrays
 
 from relampago.backends.triton import backward, backward_tangent, tangent
@@ -49,7 +50,7 @@ def build(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: str, case: Case, p
     return next(b for b in recorder.built if b.name == OWNERS[kernel])
 
 
-@pytest.mark.parametrize(("arch", "row"), [("sm89", 2), ("sm90", 0), ("gfx942", 2)])
+@pytest.mark.parametrize(("arch", "row"), [pinned("sm89", 2), ("sm90", 0), pinned("gfx942", 2)])
 def test_tangent_fits(arch: str, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, case = row_of(arch, "tangent", row)
     recorder = Recorder(arch)
@@ -64,7 +65,11 @@ def test_tangent_fits(arch: str, row: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("arch", "kernel", "row"),
-    [("sm80", "tangent_dkdv", 1), ("sm90", "tangent_dkdv", 0), ("gfx942", "tangent_dq", 1)],
+    [
+        pinned("sm80", "tangent_dkdv", 1),
+        ("sm90", "tangent_dkdv", 0),
+        pinned("gfx942", "tangent_dq", 1),
+    ],
 )
 def test_backward_tangent_fits_and_does_not_spill(
     arch: str, kernel: str, row: int, monkeypatch: pytest.MonkeyPatch
