@@ -287,6 +287,7 @@ def training_run(file: str) -> str:
         f"layers{' (compiled)' if first.get('compiled') else ''}, checkpoints: {first['checkpoint']}, "
         f"AdamW: {first['optimiser']}; ~: estimates "
         f"(`{file}`). {' '.join(f'{said}.' for said in rows.gains(made))}"
+        f"{' In this run: ' + record['remark'] + '.' if 'remark' in record else ''}"
     )
     title = f"A training step: {first['model']}, AdamW in {first['optimiser']}"
     return markdown(title, list(table.HEAD), lines, note)

@@ -158,8 +158,11 @@ def build(cell: Cell) -> Any:
         now = getattr(model, "activation_checkpointing_enable", None)  # the newer name
         (now or model.gradient_checkpointing_enable)(words)
     if cell.compiled:
-        for layer in model.model.layers:  # one graph serves them all
-            layer.compile(fullgraph=True)
+        layers = (
+            model.model.layers
+        )  # whole calls: with the checkpoint, whatever part of a call makes it
+        for place, layer in enumerate(layers):  # one graph serves them all
+            layers[place] = torch.compile(layer, fullgraph=True)
     return model
 
 

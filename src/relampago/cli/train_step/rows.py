@@ -146,9 +146,13 @@ def gains(made: list[Row]) -> list[str]:
         assert mine.seconds is not None
         words = f"{theirs.length} tokens: {theirs.seconds / mine.seconds:.2f}× the speed of {kind}"
         if mine.beyond is not None and theirs.beyond:
-            less = 1 - mine.beyond / theirs.beyond
-            words += f", {less:.0%} less memory beyond weights, gradients and optimiser"
+            words += f", {_fewer(mine.beyond, theirs.beyond)} memory beyond weights, gradients and optimiser"
         if mine.peak is not None and theirs.peak:
-            words += f" ({1 - mine.peak / theirs.peak:.0%} less in all)"
+            words += f" ({_fewer(mine.peak, theirs.peak)} in all)"
         said.append(words)
     return said
+
+
+def _fewer(mine: int, theirs: int) -> str:
+    share = f"{abs(1 - mine / theirs):.0%}"
+    return "as much" if share == "0%" else f"{share} {'less' if mine < theirs else 'more'}"
