@@ -23,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import relampago.integrations.transformers  # noqa: F401 - registers
 
 KINDS = ("relampago", "sdpa", "eager")
+STARTED = time.perf_counter()  # imports, some ten seconds, are before
 
 
 def model_of(small: bool, device: str) -> Any:
@@ -58,7 +59,10 @@ def timed(work: Callable[[], object], device: str) -> float:
 
 @torch.inference_mode()
 def measure(model: Any, length: int, steps: int, seconds: float, device: str) -> dict[str, Any]:
-    """Medians over rounds in which the implementations take turns; a kind that runs out of memory is left out."""
+    """Medians over rounds in which the implementations take turns, until so many seconds after the start, two at least.
+
+    A kind that runs out of memory is left out.
+    """
     ids = torch.randint(0, model.config.vocab_size, (1, length + 1 + steps), device=device)
     prefill: dict[str, list[float]] = {kind: [] for kind in KINDS}
     decode: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -81,17 +85,19 @@ def measure(model: Any, length: int, steps: int, seconds: float, device: str) ->
             decode[kind].append(step)
 
     for kind in KINDS:  # compile and warm up
+        print(f"{time.perf_counter() - STARTED:.0f} s: warming up {kind}", flush=True)
         try:
             once(kind, keep=False)
         except torch.OutOfMemoryError as error:
             failed[kind] = str(error).splitlines()[0]
-    end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 2 or time.perf_counter() < end:
+    rounds = 0
+    while rounds < 2 or time.perf_counter() - STARTED < seconds:
         order = KINDS if rounds % 2 == 0 else KINDS[::-1]
         for kind in order:
             if kind not in failed:
                 once(kind, keep=True)
         rounds += 1
+        print(f"{time.perf_counter() - STARTED:.0f} s: {rounds} rounds", flush=True)
     fills = {k: round(length / statistics.median(t), 1) for k, t in prefill.items() if t}
     rates = {k: round(1 / statistics.median(t), 2) for k, t in decode.items() if t}
     return {
