@@ -19,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from unit.invariance import Batch
 
 import relampago as rl
 from relampago.cache import KVCache
+from relampago.plan import Plan, table
 
 PREFILL = (  # length, heads, kv heads, dim, window
     (1024, 8, 8, 64, None),
@@ -60,6 +62,11 @@ GPU_BATCH = {  # few kernels to compile
     "groups": ((2, 4),),
 }
 CALLS = 10  # in a graph
+VARIANTS = {
+    64: ((64, 5),),
+    128: ((64, 3), (64, 4)),
+    256: ((32, 3),),
+}  # keys and stages of a tile, by head dim
 
 
 def hold(
@@ -167,10 +174,33 @@ def decode(
     }
 
 
+def others(call: Callable[[], Any], dim: int) -> dict[str, Callable[[], Any]]:
+    """The batch-invariant call with VARIANTS of the plan that Hopper's table has for many kv heads."""
+    rows = table("sm90")["triton.invariant"]
+    (plan,) = [r.plan for r in rows if [n for n, _ in r.when] == KEYED and r.when[1][1] == dim]
+
+    def planned(plan: Plan) -> Callable[[], Any]:
+        def called() -> Any:
+            with rl.using(plan=plan):
+                return call()
+
+        return called
+
+    return {
+        f"{keys} keys, {stages} stages": planned(replace(plan, block_k=keys, stages=stages))
+        for keys, stages in VARIANTS[dim]
+    }
+
+
 def prices(
-    device: str, backend: str | None, clock: Callable[[], float], rounds: int, until: float
+    device: str,
+    backend: str | None,
+    clock: Callable[[], float],
+    rounds: int,
+    until: float,
+    more: bool,
 ) -> list[dict[str, Any]]:
-    """Every problem in fp32 (on the CPU) and bf16, as far as there is time."""
+    """Every problem in fp32 (on the CPU) and bf16, as far as there is time; `more`: `others` as well."""
     found = []
     cpu = device == "cpu"
     cases = (PREFILL, DECODE) if cpu else (GPU_PREFILL, GPU_DECODE)
@@ -184,8 +214,11 @@ def prices(
                 if time.perf_counter() > until:
                     print(f"no time for {kind} {case}", flush=True)
                     continue
-                row = price(make(case, dtype, device, backend), device, clock, turns)
                 named = dict(zip(names, case, strict=True))
+                ways = make(case, dtype, device, backend)
+                if more:
+                    ways |= others(ways["invariant"], named["dim"])
+                row = price(ways, device, clock, turns)
                 found.append(
                     {"kind": kind, "dtype": str(dtype).removeprefix("torch."), **named, **row}
                 )
@@ -203,6 +236,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many")
+    parser.add_argument("--variants", action="store_true", help="other tiles for Hopper, too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     until = time.perf_counter() + options.seconds
@@ -210,7 +244,9 @@ def main() -> None:
         torch.set_num_threads(1)
     clock = time.process_time if options.cpu_time else time.perf_counter
     where = (options.device, options.backend)
-    found = prices(*where, clock, options.rounds, until) if options.rounds else []
+    found = []
+    if options.rounds:
+        found = prices(*where, clock, options.rounds, until, options.variants)
     held = hold(options.first, options.batches, *where, until) if options.batches else None
     print(held, flush=True)
     machine = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
