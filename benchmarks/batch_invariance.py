@@ -62,6 +62,7 @@ GPU_BATCH = {  # few kernels to compile
     "groups": ((2, 4),),
 }
 CALLS = 10  # in a graph
+KEYED = ["dtype", "dim_max", "dim_v_max"]
 VARIANTS = {
     64: ((64, 5),),
     128: ((64, 3), (64, 4)),
