@@ -82,7 +82,7 @@ DECODING = {
     f"{keys} keys, {stages} stages, {warps} warps": Plan(
         block_q=64, block_k=keys, warps=warps, stages=stages
     )
-    for keys, stages, warps in ((64, 6, 4), (64, 3, 4), (64, 4, 2), (64, 3, 2), (32, 4, 1))
+    for keys, stages, warps in ((64, 6, 4), (64, 4, 4), (64, 4, 2), (64, 3, 2), (32, 4, 1))
 }
 
 

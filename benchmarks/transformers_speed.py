@@ -23,7 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import relampago.integrations.transformers  # noqa: F401 - registers
 
 KINDS = ("relampago", "sdpa", "eager")
-STARTED = time.perf_counter()  # imports, some ten seconds, are before
+STARTED = time.perf_counter()  # imports are before
 
 
 def model_of(small: bool, device: str) -> Any:

@@ -284,12 +284,12 @@ def training_run(file: str) -> str:
     first, facts = record["cells"][0], record["machine"]
     note = (
         f"{facts['gpus'][0]['name']}, torch {facts['torch']}, {facts['date'][:10]}, {first['model']}, {shape.layers} "
-        f"layers{' (compiled)' if first.get('compiled') else ''}, checkpoints: {first['checkpoint']}, "
-        f"AdamW: {first['optimiser']}; ~: estimates "
+        f"layers, checkpoints: {first['checkpoint']}, AdamW: {first['optimiser']}; ~: estimates "
         f"(`{file}`). {' '.join(f'{said}.' for said in rows.gains(made))}"
         f"{' In this run: ' + record['remark'] + '.' if 'remark' in record else ''}"
     )
-    title = f"A training step: {first['model']}, AdamW in {first['optimiser']}"
+    how = ", layers compiled" if first.get("compiled") else ""
+    title = f"A training step: {first['model']}, AdamW in {first['optimiser']}{how}"
     return markdown(title, list(table.HEAD), lines, note)
 
 
