@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from relampago import defaults, validate, warm
-from relampago.derivatives import run
+from relampago import defaults, validate
+from relampago.answer import answer
 from relampago.lower import prepare
 from relampago.masks.spec import Mask
 from relampago.measure import forward_max
 from relampago.mods import ScoreMod
-from relampago.options import Options, Packing, plain
+from relampago.options import Options, Packing
 
 
 def attention(
@@ -196,22 +195,5 @@ def _respond(
         validate.require([("return_max_logits", "is True with FP8 products", "False", not fp8)])
         out, lse, top = forward_max(*prepare(q, k, v, options, packing=packing))
         return (out, lse, top) if with_lse else (out, top)
-    out, lse = _answer(q, k, v, options, packing)
+    out, lse = answer(q, k, v, options, packing)
     return (out, lse) if with_lse else out
-
-
-def _answer(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None
-) -> tuple[Tensor, Tensor]:
-    """Out and LSE: by the short way if a like call has gone the long one, see `warm`."""
-    said = None if torch.compiler.is_compiling() else plain(options)
-    if said is not None:
-        given = (q, k, v, options.sinks, None, None)
-        if packing is not None:
-            cu_q, cu_k, *longest = packing
-            given = (*given[:4], cu_q, cu_k)
-            said = (*said, *longest, *map(type, longest))
-        key = warm.key_of(given, said)
-        if key is not None:
-            return warm.run(key, given, lambda: prepare(q, k, v, options, packing=packing))
-    return run(*prepare(q, k, v, options, packing=packing))

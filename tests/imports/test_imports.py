@@ -26,6 +26,7 @@ LEVELS = (
     ("validate",),
     ("defaults",),
     ("options", "lower"),
+    ("answer",),
     ("api",),
     ("explain", "cases"),
 )

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
+import relampago as rl
+from relampago import answer
 from relampago.integrations import sdpa
 from relampago.integrations.sdpa.switch import TORCHS
 
@@ -64,6 +66,22 @@ def test_shapes(name, causal) -> None:
 @pytest.mark.parametrize("rows", [3, 9, 14])
 def test_causal_is_aligned_to_the_top_left(rows) -> None:
     same(make((2, 4, rows, 8), K, K), is_causal=True, scale=0.7)
+
+
+def test_like_calls_are_warm_and_keep_their_alignment(monkeypatch) -> None:
+    anew = []
+    prepare = answer.prepare
+    monkeypatch.setattr(
+        answer, "prepare", lambda *a, **o: anew.append(o["offset"]) or prepare(*a, **o)
+    )
+    tensors = make((2, 4, 3, 11), (2, 4, 6, 11), (2, 4, 6, 11))
+    rows = [t.transpose(1, 2) for t in tensors]
+    for _ in range(3):
+        same(tensors, is_causal=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            want = TORCHS(*tensors, attn_mask=torch.ones(3, 6, dtype=torch.bool).tril(3))
+        torch.testing.assert_close(rl.attention(*rows, causal=True).transpose(1, 2), want)
+    assert anew == [0, None]
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (2, 4), (4, 1)], ids=str)

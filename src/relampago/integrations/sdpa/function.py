@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from relampago.derivatives import run
+from relampago.answer import answer
 from relampago.integrations.refusals import Refused, expect, refuses
 from relampago.integrations.sdpa.ragged import attend_nested
-from relampago.lower import prepare
 from relampago.options import Options
 
 
@@ -73,12 +72,10 @@ def scaled_dot_product_attention(
         attn_mask = fitting(attn_mask, q, k, lead)
         bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
     all_dropped = dropout_p == 1.0
-    call = prepare(
-        q, k, v,
-        Options(causal=is_causal, scale=scale, bias=bias, mask=mask, dropout_p=0.0 if all_dropped else dropout_p),
-        offset=offset,
+    options = Options(
+        causal=is_causal, scale=scale, bias=bias, mask=mask, dropout_p=0.0 if all_dropped else dropout_p
     )  # fmt: skip
-    out = run(*call)[0].transpose(1, 2)
+    out = answer(q, k, v, options, offset=offset)[0].transpose(1, 2)
     out = out * 0.0 if all_dropped else out
     rank = max(query.ndim, key.ndim, value.ndim)
     return out if rank == 4 else out.reshape((*lead, *out.shape[1:])[-rank:])
