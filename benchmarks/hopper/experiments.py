@@ -1,6 +1,7 @@
 """Forward variants side by side with FA3 and cuDNN; predictions in benchmarks/notes/hopper-experiments.md.
 
     python -m benchmarks.hopper experiments 180 fa3
+    HOPPER_DIMS=192 python -m benchmarks.hopper experiments 200 fa3
 
 Each contestant is captured once as a CUDA graph; then come rounds, each in another order. The card's clock is read all
 the while, never set; FLOP a clock and multiprocessor stand beside the rate. The JSON is written after each cell, so
@@ -39,7 +40,7 @@ from relampago.plan import Plan
 BOTH, CAUSAL = (False, True), (True,)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
 LENGTHS = ((4, 4096), (16, 1024), (1, 16384), (1, 32768))  # the most telling first
-FEW = ("chain", "chain turns", "no chain")  # variants in the other two, of the first three dims
+FEW = ("chain", "chain turns", "no chain", "halves", "halves turns")  # variants in the other two, of the first three dims
 ROUNDS = 5
 TAKE = 120.0  # ms: several samples of the clock, which the power limit moves by a quarter
 UNITS = 132  # multiprocessors
@@ -57,6 +58,7 @@ class Change(NamedTuple):
 
 CHAIN = {"chain": 1, "schedule": 2}
 WIDE = ((192, 192),)
+HALVES = {"block_k": 128, "stages": 2, "halves": 1, "lazy": 1, "pin": 0, "pingpong": 0, "chain": 0}
 CHANGES = (
     Change("no chain", SQUARE, {"chain": 0}),
     Change("chain", SQUARE, CHAIN),
@@ -65,6 +67,9 @@ CHANGES = (
     Change("chain lazy", SQUARE, CHAIN | {"lazy": 1}),
     Change("chain heaviest", SQUARE, CHAIN | {"reach": HEAVIEST}, CAUSAL),
     Change("heaviest", ((256, 256),), {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
+    Change("halves", WIDE, HALVES),
+    Change("halves turns", WIDE, HALVES | {"pingpong": 1}),
+    Change("halves pin", WIDE, HALVES | {"pin": 1}),
     Change("3 stages", WIDE, {"stages": 3}),
     Change("3 stages turns", WIDE, {"stages": 3, "pingpong": 1, "pin": 0}),
     Change("3 stages pin", WIDE, {"stages": 3, "pin": 1, "pingpong": 0}),
@@ -101,9 +106,11 @@ class Clock:
 
 
 def cells() -> Iterator[Cell]:
-    """All dims of a length before the next length."""
+    """All dims of a length before the next length; with HOPPER_DIMS, those dims of keys alone, at every length."""
+    asked = [int(dim) for dim in os.environ.get("HOPPER_DIMS", "").split()]
+    only = [dims for dims in SQUARE if dims[0] in asked and dims[0] == dims[1]]
     for i, (batch, length) in enumerate(LENGTHS):
-        for dim, dim_v in SQUARE if i < 2 else SQUARE[:3]:
+        for dim, dim_v in only or (SQUARE if i < 2 else SQUARE[:3]):
             for causal in BOTH:
                 yield Cell(dim, dim_v, causal, batch, length)
 

@@ -40,6 +40,8 @@ class Plan:
             2 or 4; 0 leaves sums to the tensor cores' fewer bits (gluon; see its sm90_fp8.py).
         span: keys of a span, a multiple of block_k, whose results are folded in order (triton, batch-invariant); 0: one
             span has all keys.
+        halves: 1 if values come in tiles of half a block's keys, of which there is one more than `stages` (gluon; not
+            with chain, which it takes precedence over).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
@@ -60,6 +62,7 @@ class Plan:
     reach: int = 0
     promote: int = 0
     span: int = 0
+    halves: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -174,6 +174,10 @@ class Memory:
         self.a = a
         self.dtype = "dt"
 
+    @property
+    def shape(self) -> list[int]:
+        return list(self.a.shape)
+
     def index(self, i: int) -> Any:
         return self.a[i, 0] if self.a.dtype == object else Memory(self.a[i])
 

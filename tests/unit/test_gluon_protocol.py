@@ -321,6 +321,45 @@ def test_room_for_queries(launcher, dims, queue) -> None:
     assert launcher.chained(replace(plan, chain=0), *parts) == 0
 
 
+HALVES = Plan(block_q=128, block_k=128, stages=2, schedule=2, halves=1)
+BY_HALVES = {
+    "full": {"lq": 300, "lk": 400, "d": 192},
+    "ragged": {"lq": 150, "lk": 333, "d": 64},
+    "causal": {"lq": 260, "lk": 260, "b": 2, "d": 192, "causal": True},
+    "window": {"lq": 300, "lk": 400, "left": 50, "right": 20},
+    "few-keys": {"lq": 70, "lk": 33, "d": 128},
+    "heads-packed": MORE["heads-packed"],
+    "documents": MORE["documents"],
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"pingpong": 1}, {"lazy": 1, "pin": 1}, {"schedule": 0}])
+@pytest.mark.parametrize("case", BY_HALVES.values(), ids=BY_HALVES)
+def test_values_by_halves(launcher, case, more) -> None:
+    """Values in tiles of half a block's keys, three for two blocks of keys."""
+    x = arrays(case)
+    for seed in range(2):
+        compare(x, run(launcher, x, replace(HALVES, **more), seed, multiprocessors=2))
+
+
+def test_values_by_halves_of_packed_sequences(launcher) -> None:
+    x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
+    compare(x, run(launcher, x, HALVES, 0))
+
+
+def test_a_half_that_is_not_released_is_a_deadlock(launcher, monkeypatch) -> None:
+    step = sys.modules["relampago.backends.gluon.sm90_step"]
+
+    def half(values, stage, phase, _):
+        step.release(values, stage)
+        return step.advance(*step.advance(stage, phase, 3), 3)
+
+    for name in ("sm90_step", "sm90_forward"):
+        monkeypatch.setattr(sys.modules[f"relampago.backends.gluon.{name}"], "release_values", half)
+    with pytest.raises(Deadlock):
+        run(launcher, arrays(BY_HALVES["full"]), HALVES, 0, multiprocessors=2)
+
+
 @pytest.mark.parametrize("keys", [64, 640, 650])
 def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, rotate=1)

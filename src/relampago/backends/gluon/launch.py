@@ -221,7 +221,7 @@ def setting_of(
     widths_out = (0, 0) if not whole else (e // 2, 0) if queue == 1 else (e, e2)
     sides = (
         (shape_q, strides_q, ROWS // pack, (d, d2), pack), (shape_k, strides_k, plan.block_k, (d, d2), 1),
-        (shape_v, strides_v, plan.block_k, (e, e2), 1),
+        (shape_v, strides_v, plan.block_k // 2 if plan.halves else plan.block_k, (e, e2), 1),
         (shape_out, strides_out, ROWS // pack, widths_out, pack),
     )  # fmt: skip
     view = packed_box if kind.packed else dense_box

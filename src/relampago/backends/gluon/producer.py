@@ -39,11 +39,19 @@ def block_at(j, tile, BK: gl.constexpr, ROTATE: gl.constexpr):
 
 @gluon.jit
 def send_values(
-    values, v_desc, stage, phase, at, k0, g, PACKED: gl.constexpr, v_rest
+    values, v_desc, stage, phase, at, k0, g, BK: gl.constexpr, PACKED: gl.constexpr, v_rest
 ):  # fmt: skip
-    """Values of a block of keys. Those of FP8 lie transposed, (B or 1, G, E, columns): see `quant.columns`."""
+    """Values of a block of keys, in one tile or two; and the next place in the ring.
+
+    Those of FP8 lie transposed, (B or 1, G, E, columns): see `quant.columns`.
+    """
+    SLOTS_V: gl.constexpr = values.tiles.shape[0]
     if v_desc.block_shape[-2] == 1:
         send(values, v_desc, stage, phase, at, k0, g, PACKED, v_rest)
+        HALF: gl.constexpr = v_desc.block_shape[-3]
+        if HALF < BK:
+            stage, phase = advance(stage, phase, SLOTS_V)
+            send(values, v_desc, stage, phase, at, k0 + HALF, g, PACKED, v_rest)
     else:
         mbarrier.wait(values.empty.index(stage), phase)
         bar = values.full.index(stage)
@@ -53,6 +61,7 @@ def send_values(
         else:
             place = [at.b, g, 0, k0]
         tma_load(v_desc, place, bar, values.tiles.index(stage))
+    return advance(stage, phase, SLOTS_V)
 
 
 @gluon.jit
@@ -87,10 +96,10 @@ def send_rows(
         k0 = block_at(j, tile, BK, ROTATE)
         send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        send_values(values, v_desc, stage_v, phase_v, tile.k, v0, g, PACKED, v_rest)
-        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
-    send_values(values, v_desc, stage_v, phase_v, tile.k, k0, g, PACKED, v_rest)
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+        stage_v, phase_v = send_values(
+            values, v_desc, stage_v, phase_v, tile.k, v0, g, BK, PACKED, v_rest
+        )  # fmt: skip
+    stage_v, phase_v = send_values(values, v_desc, stage_v, phase_v, tile.k, k0, g, BK, PACKED, v_rest)
     return following, stage_k, phase_k, stage_v, phase_v
 
 

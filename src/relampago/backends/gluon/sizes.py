@@ -164,7 +164,7 @@ def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> int:
 
     With one, O's two halves go through the same room, one after the other.
     """
-    if not plan.chain:
+    if not plan.chain or plan.halves:
         return 0
     width, width_v = sum(cut), sum(cut_v)
     if room(plan, width, width_v, 2) <= SHARED:
@@ -183,5 +183,6 @@ def shares(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> bool:
 
 def room(plan: Plan, width: int, width_v: int, tiles: int) -> int:
     """Bytes of shared memory for the rings and for so many tiles of queries."""
-    rings = plan.stages * plan.block_k * (width + width_v)
+    keys_v = (plan.stages + 1) * plan.block_k // 2 if plan.halves else plan.stages * plan.block_k
+    rings = plan.stages * plan.block_k * width + keys_v * width_v
     return (plan.block_q * width * tiles + rings) * 2 + 1024

@@ -38,13 +38,14 @@ from relampago.backends.gluon.sm90_results import place_of, store_tile
 from relampago.backends.gluon.sm90_step import (
     give_turn,
     opened,
+    release_values,
     scaled,
     scores,
     settle,
     sight,
     step,
     wait_turn,
-    weigh,
+    weigh_next,
 )
 from relampago.backends.gluon.softmax import LOG2E, capped, exp2, finish, finite, hide, row_max
 from relampago.backends.gluon.tiles import (
@@ -221,16 +222,14 @@ def consume_apart(
                 seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
-        v = receive(values, stage_v, phase_v, BK, E)
-        acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
+        acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
         if not SHARE:
             mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L)
         heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
         inverse, rows_lse = finish(m, total, factor, extra.sinks, heads)
         acc1, acc2 = settle(acc1, acc2, E2)
-        release(values, stage_v)
-        stage_v, phase_v = advance(stage_v, phase_v, STAGES)
+        stage_v, phase_v = release_values(values, stage_v, phase_v, BK)
 
         acc1, acc2 = scaled(acc1, acc2, inverse, E2)
         inside = seen.rows < tile.q.length
@@ -309,7 +308,9 @@ def attend(
     queue: gl.constexpr = CHAIN if CHAIN > 0 else 1
     queries = channel(q_desc, queue * WGS, 1, q_rest)
     keys = channel(k_desc, STAGES, WGS, k_rest)
-    values = channel(v_desc, STAGES, WGS, v_rest)
+    # by halves of a block there is a tile more, so that half of the next block's values come early
+    SLOTS_V: gl.constexpr = STAGES + 1 if v_desc.block_shape[-3] < BK else STAGES
+    values = channel(v_desc, SLOTS_V, WGS, v_rest)
     results = queries
     WIDE: gl.constexpr = extra.wide is not None
     if not SHARE and not SPLIT and not WIDE:

@@ -23,7 +23,7 @@ from relampago.backends.gluon.softmax import (
     rescaled,
     softmax,
 )
-from relampago.backends.gluon.tiles import ROWS, table_at
+from relampago.backends.gluon.tiles import ROWS, accumulator, table_at
 from relampago.masks import rules
 
 FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
@@ -78,6 +78,48 @@ def weigh(p16, values, stage, v1, acc1, acc2, BK: gl.constexpr, E2: gl.constexpr
 
 
 @gluon.jit
+def halves_of(p16, BK: gl.constexpr, S_L: gl.constexpr, P1: gl.constexpr):
+    """P's columns in two halves: a thread's registers, of which none moves."""
+    HALF: gl.constexpr = BK // 2
+    H_L: gl.constexpr = accumulator(HALF)
+    p = gl.convert_layout(p16, S_L, assert_trivial=True)
+    low, high = gl.split(gl.permute(gl.reshape(p, [ROWS, 2, HALF]), (0, 2, 1)))
+    low = gl.convert_layout(gl.convert_layout(low, H_L, assert_trivial=True), P1, assert_trivial=True)
+    high = gl.convert_layout(gl.convert_layout(high, H_L, assert_trivial=True), P1, assert_trivial=True)
+    return low, high
+
+
+@gluon.jit
+def weigh_next(
+    p16, values, stage, phase, acc1, acc2, BK: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, S_L: gl.constexpr,
+    P1: gl.constexpr, P2: gl.constexpr,
+):  # fmt: skip
+    """O += P·V under way as soon as the values are there, in one tile or in two of half the keys."""
+    KEYS: gl.constexpr = values.tiles.shape[-3]
+    v = receive(values, stage, phase, KEYS, E)
+    if KEYS < BK:
+        low, high = halves_of(p16, BK, S_L, P1)
+        acc1, acc2 = weigh(low, values, stage, v, acc1, acc2, KEYS, E2, P2)
+        stage, phase = advance(stage, phase, values.tiles.shape[0])
+        v = receive(values, stage, phase, KEYS, E)
+        acc1, acc2 = weigh(high, values, stage, v, acc1, acc2, KEYS, E2, P2)
+    else:
+        acc1, acc2 = weigh(p16, values, stage, v, acc1, acc2, BK, E2, P2)
+    return acc1, acc2
+
+
+@gluon.jit
+def release_values(values, stage, phase, BK: gl.constexpr):
+    """A block's values may be overwritten. The next place in their ring."""
+    SLOTS_V: gl.constexpr = values.tiles.shape[0]
+    release(values, stage)
+    if values.tiles.shape[-3] < BK:
+        stage, phase = advance(stage, phase, SLOTS_V)
+        release(values, stage)
+    return advance(stage, phase, SLOTS_V)
+
+
+@gluon.jit
 def settle(acc1, acc2, E2: gl.constexpr):
     """Wait for O."""
     if E2 > 0:
@@ -123,10 +165,9 @@ def step(
     k = receive(keys, stage_k, phase_k, BK, D)
     wait_turn(WG, PINGPONG)
     s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
-    v = receive(values, stage_v, phase_v, BK, E)
-    acc1, acc2 = weigh(p16, values, stage_v, v, acc1, acc2, BK, E2, P2)
+    acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
     give_turn((WG + 1) % WGS, PINGPONG)
-    PARTS: gl.constexpr = 2 if E2 > 0 else 1
+    PARTS: gl.constexpr = (2 if E2 > 0 else 1) * (BK // values.tiles.shape[-3])
     s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
     release(keys, stage_k)
     if free is not None:
@@ -137,7 +178,7 @@ def step(
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
     p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
-    release(values, stage_v)
+    stage_v, phase_v = release_values(values, stage_v, phase_v, BK)
     p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
     if LAZY:
         acc1 = rescaled(acc1, alpha)
@@ -146,7 +187,6 @@ def step(
     else:
         acc1, acc2 = scaled(acc1, acc2, alpha, E2)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES)
     return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
 
 
