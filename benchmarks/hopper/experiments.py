@@ -40,7 +40,8 @@ from relampago.plan import Plan
 BOTH, CAUSAL = (False, True), (True,)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
 LENGTHS = ((4, 4096), (16, 1024), (1, 16384), (1, 32768))  # the most telling first
-FEW = ("chain", "chain turns", "no chain", "halves", "halves turns")  # variants in the other two, of the first three dims
+# variants in the other two, of the first three dims
+FEW = ("chain", "chain turns", "no chain", "halves", "halves turns")
 ROUNDS = 5
 TAKE = 120.0  # ms: several samples of the clock, which the power limit moves by a quarter
 UNITS = 132  # multiprocessors

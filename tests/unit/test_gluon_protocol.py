@@ -357,7 +357,7 @@ def test_a_half_that_is_not_released_is_a_deadlock(launcher, monkeypatch) -> Non
     for name in ("sm90_step", "sm90_forward"):
         monkeypatch.setattr(sys.modules[f"relampago.backends.gluon.{name}"], "release_values", half)
     with pytest.raises(Deadlock):
-        run(launcher, arrays(BY_HALVES["full"]), HALVES, 0, multiprocessors=2)
+        run(launcher, arrays(BY_HALVES["full"]), replace(HALVES, schedule=0), 0, multiprocessors=2)
 
 
 @pytest.mark.parametrize("keys", [64, 640, 650])

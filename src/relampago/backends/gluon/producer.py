@@ -99,7 +99,9 @@ def send_rows(
         stage_v, phase_v = send_values(
             values, v_desc, stage_v, phase_v, tile.k, v0, g, BK, PACKED, v_rest
         )  # fmt: skip
-    stage_v, phase_v = send_values(values, v_desc, stage_v, phase_v, tile.k, k0, g, BK, PACKED, v_rest)
+    stage_v, phase_v = send_values(
+        values, v_desc, stage_v, phase_v, tile.k, k0, g, BK, PACKED, v_rest
+    )
     return following, stage_k, phase_k, stage_v, phase_v
 
 

@@ -84,8 +84,12 @@ def halves_of(p16, BK: gl.constexpr, S_L: gl.constexpr, P1: gl.constexpr):
     H_L: gl.constexpr = accumulator(HALF)
     p = gl.convert_layout(p16, S_L, assert_trivial=True)
     low, high = gl.split(gl.permute(gl.reshape(p, [ROWS, 2, HALF]), (0, 2, 1)))
-    low = gl.convert_layout(gl.convert_layout(low, H_L, assert_trivial=True), P1, assert_trivial=True)
-    high = gl.convert_layout(gl.convert_layout(high, H_L, assert_trivial=True), P1, assert_trivial=True)
+    low = gl.convert_layout(
+        gl.convert_layout(low, H_L, assert_trivial=True), P1, assert_trivial=True
+    )
+    high = gl.convert_layout(
+        gl.convert_layout(high, H_L, assert_trivial=True), P1, assert_trivial=True
+    )
     return low, high
 
 
