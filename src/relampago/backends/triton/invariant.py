@@ -74,20 +74,32 @@ def fetch(
 
 
 @triton.jit
-def add_tile(
-    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset,
-    factor, sk, sv, band, extra,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
-    E2: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+def products(
+    q1, q2, k, kb1, kb2, page, lay, b, g, k0, len_k, sk, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1, lines 8 to 10, on a span's own state."""
-    keys = k0 + tl.arange(0, BK)[None, :]
+    """Algorithm 1, line 8: S before the scale, [BQ, BK]."""
     k1 = fetch(k, kb1, page, lay, b, g, k0, len_k, sk, D, 0, D1, BK, PAGE, MASKED)  # [BK, D1]
     s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
     if D2 > 0:
         k2 = fetch(k, kb2, page, lay, b, g, k0, len_k, sk, D, D1, D2, BK, PAGE, MASKED)
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_tile(
+    acc1, acc2, l, m, s, v, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset, factor, sv,
+    band, extra, DTYPE: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
+    BK: tl.constexpr, PAGE: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1, lines 8 to 10, on a span's own state; one whose m is -inf begins anew, whatever its acc and l.
+
+    acc is added to +0 as it is multiplied, so that a sum dropped by the factor 0 leaves no sign behind.
+    """
+    keys = k0 + tl.arange(0, BK)[None, :]
     s = scores(
         s, factor, band, extra, offset, b, heads, rows, keys, len_q, len_k, NATURAL, MASKED
     )  # line 8
@@ -99,12 +111,12 @@ def add_tile(
         p = tl.exp2(tl.fma(s, factor, -shift[:, None]))
     alpha = power(m - shift, NATURAL)
     l = tl.fma(l, alpha, tl.sum(p, 1))  # line 9
-    p = p.to(q1.dtype)
+    p = p.to(DTYPE)
     v1 = fetch(v, vb1, page, lay, b, g, k0, len_k, sv, E, 0, E1, BK, PAGE, MASKED)  # [BK, E1]
-    acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=PRECISION)  # line 10
+    acc1 = tl.dot(p, v1, tl.fma(acc1, alpha[:, None], 0.0), input_precision=PRECISION)  # line 10
     if E2 > 0:
         v2 = fetch(v, vb2, page, lay, b, g, k0, len_k, sv, E, E1, E2, BK, PAGE, MASKED)
-        acc2 = tl.dot(p, v2, acc2 * alpha[:, None], input_precision=PRECISION)
+        acc2 = tl.dot(p, v2, tl.fma(acc2, alpha[:, None], 0.0), input_precision=PRECISION)
     return acc1, acc2, l, m_new
 
 
@@ -236,14 +248,14 @@ def attend_spans(
         if stretch > 0 or band.left is not None or band.row_start is not None:
             for i in tl.range(0, tl.cdiv(hi - lo, BK)):  # line 6
                 k0 = lo + i * BK
-                acc1, acc2, l, m = add_tile(
-                    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows,
-                    len_q, len_k, offset, factor, sk, sv, band, extra, D, D1, D2, E, E1, E2, BK, PAGE, NATURAL,
-                    PRECISION, stretch != 1,
+                s = products(
+                    q1, q2, k, kb1, kb2, page, lay, b, g, k0, len_k, sk, D, D1, D2, BK, PAGE, PRECISION,
+                    stretch != 1,
                 )  # fmt: skip
-                page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next loads depend on it
-                if SPAN > 0:  # noqa: SIM102 (decided when compiled)
-                    if (k0 + BK) % SPAN == 0:
+                if SPAN > 0:
+                    # Here, because Triton has waited for the product that acc is from: at an iteration's end it has
+                    # not, and ptxas would make every product wait for the one before.
+                    if k0 % SPAN == 0 and k0 > start:
                         if part is None:
                             top, total, by, by_new = fold(top, total, m, l, NATURAL)
                             whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
@@ -251,13 +263,19 @@ def attend_spans(
                                 whole2 = tl.fma(acc2, by_new[:, None], whole2 * by[:, None])
                         else:
                             write_span(
-                                part, place, k0 // SPAN, length, spans, inside, acc1, acc2, l, m,
+                                part, place, k0 // SPAN - 1, length, spans, inside, acc1, acc2, l, m,
                                 E, E1, E2,
                             )  # fmt: skip
-                        acc1, acc2, l, m = nothing(BQ, E1, E2)
+                        m = tl.full([BQ], float("-inf"), tl.float32)  # the next span begins
+                acc1, acc2, l, m = add_tile(
+                    acc1, acc2, l, m, s, v, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k,
+                    offset, factor, sv, band, extra, q1.dtype, E, E1, E2, BK, PAGE, NATURAL, PRECISION,
+                    stretch != 1,
+                )  # fmt: skip
+                page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next loads depend on it
     if part is not None:
-        if end > start and tl.cdiv(end, BK) * BK % SPAN != 0:  # the last one is still open
-            write_span(part, place, end // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2)
+        if end > start:  # the last one is still open
+            write_span(part, place, (end - 1) // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2)
         return
     top, total, by, by_new = fold(top, total, m, l, NATURAL)
     whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
