@@ -58,6 +58,7 @@ from relampago.problem import Arrays, Device
 
 HOPPER = "sm90"
 LEAST_ROWS = 64  # of a tile on Hopper: with fewer, products would be another instruction's
+TOGETHER = tl.constexpr(16)  # spans that `gather` reads at a time
 MOST_BYTES = 128 << 20  # that spans may take until they are folded
 
 
@@ -145,15 +146,25 @@ def fold(top, total, m, l, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def store_halves(
+    base, at, inside, x, DIM: tl.constexpr, COL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`store_rows` in two: half the shared memory to turn x in, which the loop's buffers have."""
+    low, high = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, WIDTH // 2]), (0, 2, 1)))
+    store_rows(base, at, inside, low, DIM, COL, WIDTH // 2)
+    store_rows(base, at, inside, high, DIM, COL + WIDTH // 2, WIDTH // 2)
+
+
+@triton.jit
 def write_span(
     part, place, span, length, spans, inside, acc1, acc2, l, m,
     E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
 ):  # fmt: skip
     """A span's state: part is [spans, length, E] of acc, then [spans, length] of m and as much of l."""
     place += span * length
-    store_rows(part, place * E, inside, acc1, E, 0, E1)
+    store_halves(part, place * E, inside, acc1, E, 0, E1)
     if E2 > 0:
-        store_rows(part, place * E, inside, acc2, E, E1, E2)
+        store_halves(part, place * E, inside, acc2, E, E1, E2)
     part += spans * length * E
     tl.store(part + place, m, mask=inside)
     tl.store(part + spans * length + place, l, mask=inside)
@@ -335,16 +346,26 @@ def gather(
     place = one.to(tl.int64) + place
     ml = part + spans * length * E
     whole1, whole2, total, top = nothing(1, E1, E2)
-    for span in tl.range(first_span, last_span, loop_unroll_factor=4):
-        here = place + span * length
-        m = tl.load(ml + here)
-        l = tl.load(ml + spans * length + here)
-        top, total, by, by_new = fold(top, total, m, l, NATURAL)
-        acc1 = load_rows(part, here * E, E, 0, E1)
-        whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
-        if E2 > 0:
-            acc2 = load_rows(part, here * E, E, E1, E2)
-            whole2 = tl.fma(acc2, by_new[:, None], whole2 * by[:, None])
+    for begin in tl.range(first_span, last_span, TOGETHER):
+        found = ()
+        for i in tl.static_range(TOGETHER):  # all are asked for before the first is folded
+            here = place + tl.minimum(begin + i, last_span - 1) * length
+            acc1 = load_rows(part, here * E, E, 0, E1)
+            acc2 = acc1
+            if E2 > 0:
+                acc2 = load_rows(part, here * E, E, E1, E2)
+            m, l = tl.load(ml + here), tl.load(ml + spans * length + here)
+            found = found + ((acc1, acc2, m, l),)  # noqa: RUF005
+        for i in tl.static_range(TOGETHER):
+            acc1, acc2, m, l = found[i]
+            more = begin + i < last_span
+            top_new, total_new, by, by_new = fold(top, total, m, l, NATURAL)
+            top, total = tl.where(more, top_new, top), tl.where(more, total_new, total)
+            folded = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
+            whole1 = tl.where(more, folded, whole1)
+            if E2 > 0:
+                folded = tl.fma(acc2, by_new[:, None], whole2 * by[:, None])
+                whole2 = tl.where(more, folded, whole2)
     row = one.to(tl.int64) + at
     head = one + head
     finish(
@@ -368,13 +389,13 @@ def narrowed(plan: Plan, rows: int, device: Device, dtype: torch.dtype) -> Plan:
 def writing(plan: Plan, x: Arrays, device: Device) -> Plan | None:
     """The plan of programs that write spans down; None if no pipeline has room for it.
 
-    Hopper's acc is turned in shared memory on its way, while the loop's buffers are in use.
+    Hopper's acc is turned in shared memory on its way, by halves, while the loop's buffers are in use.
     """
     if device.arch != HOPPER or plan.block_q < LEAST_ROWS:
         return plan
     d1, d2, e1, e2 = A.parts(x)
     dim, dim_v, size = d1 + d2, e1 + e2, x.q.element_size()
-    room = device.shared_memory - plan.block_q * (dim * size + dim_v * 4)
+    room = device.shared_memory - plan.block_q * (dim * size + max(e1, e2) * 4 // 2)
     stages = min(plan.stages, room // (plan.block_k * (dim + dim_v) * size))
     return replace(plan, stages=stages) if stages > 0 else None
 
