@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import Built, Recorder, asked
+from crosscompile.offline import Built, Recorder, asked, assembler_says
 from crosscompile.sample import first_of_each, pinned, spared
 from crosscompile.test_triton import SHARED, SPILLS, rows_of, shape_of
 
@@ -161,6 +161,17 @@ def test_hopper_spills_only_where_spans_are_folded(dim, monkeypatch) -> None:
         products[0] : products[len(products) // 2 - 1]
     ]  # of that at the edges there are as many
     assert len(loop) - loop.count("HGMMA") <= 1
+
+
+@pytest.mark.pinned
+@pytest.mark.parametrize("call", [Asked(), Asked(rows=1, keys="cache", chunks=9)])
+def test_hopper_products_follow_without_a_wait(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait for each of S and acc in both loops, and a pipeline of three tiles in decoding as well."""
+    row = next(r for r in table("sm90")["triton.invariant"] if shape_of(r)[0] == 128)
+    built = build(monkeypatch, "sm90", row.plan, call)[0]
+    assert "C7510" not in assembler_says(built)
+    assert disassembled(built).count("WARPGROUP.DEPBAR") <= 4
+    assert "memdesc<3x128x128xbf16" in built.asm["ttgir"]
 
 
 @pytest.mark.parametrize("dim", [pinned(64), 256])  # 256: some by TMA where they lie dense

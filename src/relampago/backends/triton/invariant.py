@@ -263,7 +263,7 @@ def attend_spans(
                     q1, q2, k, kb1, kb2, page, lay, b, g, k0, len_k, sk, D, D1, D2, BK, PAGE, PRECISION,
                     stretch != 1,
                 )  # fmt: skip
-                if SPAN > 0:
+                if SPAN > 0:  # noqa: SIM102 (decided when compiled)
                     # Here, because Triton has waited for the product that acc is from: at an iteration's end it has
                     # not, and ptxas would make every product wait for the one before.
                     if k0 % SPAN == 0 and k0 > start:
@@ -286,7 +286,9 @@ def attend_spans(
                 page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next loads depend on it
     if part is not None:
         if end > start:  # the last one is still open
-            write_span(part, place, (end - 1) // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2)
+            write_span(
+                part, place, (end - 1) // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2
+            )
         return
     top, total, by, by_new = fold(top, total, m, l, NATURAL)
     whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
