@@ -49,13 +49,10 @@ def tile_at(
     base, stride, b, start, head, first, limit, DIM: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first.. of a sequence's head, [N, WIDTH]; None of what stands still."""
-    if base is None:
-        return None
-    else:
-        stride = stepped(stride, base, DIM)
-        at = base + origin(stride, b, start, head)
-        return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, MASKED)
+    """Tokens first.. of a sequence's head, [N, WIDTH]."""
+    stride = stepped(stride, base, DIM)
+    at = base + origin(stride, b, start, head)
+    return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, MASKED)
 
 
 @triton.jit
@@ -137,8 +134,12 @@ def keys_step_along(
     rows = q0 + tl.arange(0, BQ)[None, :]
     q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ, MASKED)  # [BQ, DW]
     do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ, MASKED)  # [BQ, EW]
-    tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ, MASKED)
-    tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ, MASKED)
+    tq = t.q
+    if t.q is not None:
+        tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ, MASKED)
+    tdo = t.dout
+    if t.dout is not None:
+        tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ, MASKED)
     top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ, MASKED)
     norm = row.norm
     if row.norm is not None:
@@ -184,8 +185,12 @@ def keys_along(
     keys = k0 + tl.arange(0, BK)[:, None]
     k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK, True)  # [BK, DW]
     v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK, True)  # [BK, EW]
-    tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK, True)
-    tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK, True)
+    tk = t.k
+    if t.k is not None:
+        tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK, True)
+    tv = t.v
+    if t.v is not None:
+        tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK, True)
     acc_k, acc_v = tl.zeros([BK, DW], tl.float32), tl.zeros([BK, EW], tl.float32)
     start, end, full_start, full_end = query_bounds(band, offset, b, k0, k_end, len_q)
     if k_end - k0 < BK:
@@ -242,8 +247,12 @@ def queries_step_along(
     keys = k0 + tl.arange(0, BK)[None, :]
     k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK, MASKED)  # [BK, DW]
     v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK, MASKED)  # [BK, EW]
-    tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK, MASKED)
-    tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK, MASKED)
+    tk = t.k
+    if t.k is not None:
+        tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK, MASKED)
+    tv = t.v
+    if t.v is not None:
+        tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK, MASKED)
     _p, _tp, ds, tds = pair(
         q, tq, k, tk, do, tdo, v, tv, top, di, tlse, tdi, norm, tbias, tbias_stride, dbias, bias_stride, b, head, rows,
         keys, q_end, k_end, offset, factor, scale, size, band, extra, sparse, q_base, k_base, which, 0, NATURAL,
@@ -274,8 +283,12 @@ def queries_along(
     rows = q0 + tl.arange(0, BQ)[:, None]
     q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ, True)  # [BQ, DW]
     do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ, True)  # [BQ, EW]
-    tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ, True)
-    tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ, True)
+    tq = t.q
+    if t.q is not None:
+        tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ, True)
+    tdo = t.dout
+    if t.dout is not None:
+        tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ, True)
     at = origin(sl, b, first, head)
     top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ, True)
     top, di, tlse, tdi = top[:, None], di[:, None], tlse[:, None], tdi[:, None]
