@@ -55,9 +55,12 @@ COMBINE = 1.0  # what the second kernel costs, likewise
 ALONE = 0.3  # a tile's time in a program that has the memory's bandwidth to itself, likewise
 SECTOR = tl.constexpr(8)  # entries of a page table that memory gives together
 RESERVED = 1024  # bytes of shared memory that each program's own are rounded up by
-HELD = 64  # numbers of parts that a thread of the second kernel holds at most
+HELD = 32  # numbers of parts that a thread of the second kernel holds at most
 AT_ONCE = 1024  # of them, what a program of it is cut down to, in columns
-NARROW, WIDE = 32, 128  # columns of it: whole lines of 128 bytes, and what a warp reads in one instruction
+NARROW, WIDE = (
+    16,
+    128,
+)  # columns of it: at least two sectors of memory, at most what a warp reads in one instruction
 
 
 @triton.jit
@@ -403,7 +406,7 @@ def resident(device: Device, plan: Plan, tile_bytes: int, more_bytes: int = 0) -
 
 
 def combining(splits: int, dim_v: int) -> tuple[int, int, int]:
-    """Columns of a program of `combine`, splits rounded up, and warps: few, so that no sum goes through shared memory."""
+    """Columns of a program of `combine`, splits rounded up, and warps: few, whose sums need no shared memory."""
     whole = triton.next_power_of_2(splits)
     width = min(WIDE, max(NARROW, AT_ONCE // whole), triton.next_power_of_2(dim_v))
     return width, whole, min(4, max(1, whole * width // (32 * HELD)))
