@@ -64,8 +64,8 @@ GPU_BATCH = {  # few kernels to compile
 CALLS = 10  # in a graph
 KEYED = ["dtype", "dim_max", "dim_v_max"]
 VARIANTS = {
-    64: ((64, 5),),
-    128: ((64, 3), (64, 4)),
+    64: ((128, 4),),
+    128: ((128, 2),),
     256: ((32, 3),),
 }  # keys and stages of a tile, by head dim
 

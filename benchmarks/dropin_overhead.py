@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import relampago as rl
+from relampago.cli.machine import facts
 from relampago.flash_attn import flash_attn_func
 from relampago.integrations import sdpa
 
@@ -70,7 +70,7 @@ def main() -> None:
             added = round(times["sdpa drop-in"] - times["torch sdpa"], 1)
             results.append({"device": device, "grad": grad, "us": times, "added_us": added})
             print(device, "with graph" if grad else "no grad", times, "added", added)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else facts()["cpu"]
     data = {"machine": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
             "threads": torch.get_num_threads(), "results": results}  # fmt: skip
     paths = [options.json] if options.json else []

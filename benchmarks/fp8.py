@@ -1,6 +1,7 @@
 """FP8 attention on an H200: right first, then its speed beside FlashAttention-3's, what the casts cost, decoding.
 
     python -m benchmarks.fp8 check|clock|decode|all SECONDS [fa3]
+    python -m benchmarks.fp8 decode SECONDS SRC      # also another commit's src, as `decode_parts.py` says
 
 Jobs run in processes that are ended when they take too long. Writes $OUT/fp8-<mode>.json and ends with a short table.
 FlashAttention-3 comes as ../shared/peers/README.md says.
@@ -82,7 +83,7 @@ DECODING = {
     f"{keys} keys, {stages} stages, {warps} warps": Plan(
         block_q=64, block_k=keys, warps=warps, stages=stages
     )
-    for keys, stages, warps in ((64, 6, 4), (64, 4, 4), (64, 4, 2), (64, 3, 2), (32, 4, 1))
+    for keys, stages, warps in ((64, 4, 4), (64, 4, 2))
 }
 
 
@@ -356,7 +357,8 @@ def report(rows: Rows) -> None:
     for row in (row for row in rows if row["kind"] == "decode"):
         per = ", ".join(f"{name} {n:.0f}" for name, n in row["tokens"].items())
         print(
-            f"decode batch {row['batch']} keys {row['length']}: tokens/s {per}; ratio {row['ratio']:.2f}"
+            f"decode batch {row['batch']} keys {row['length']} {row.get('tree', '')}: tokens/s {per}; "
+            f"ratio {row['ratio']:.2f}"
         )
 
 
@@ -378,8 +380,14 @@ def main(mode: str, budget: float, names: list[str]) -> None:
         until = elapsed() + (budget if mode == "check" else 0.4 * budget)
         rows += watch(jobs, budget, until, "benchmarks.fp8")
     if mode in ("decode", "all"):
-        left = budget - elapsed() if mode == "decode" else 0.15 * budget
-        rows += watch([("decode", left - 5)], budget, elapsed() + left, "benchmarks.fp8")
+        here = os.environ.get("PYTHONPATH", "")
+        trees = ["", *names] if mode == "decode" else [""]
+        for turn, tree in enumerate(trees):
+            left = (budget - elapsed()) / (len(trees) - turn) if mode == "decode" else 0.15 * budget
+            os.environ["PYTHONPATH"] = f"{Path(tree).resolve()}:{here}" if tree else here
+            found = watch([("decode", left - 5)], budget, elapsed() + left, "benchmarks.fp8")
+            rows += [row | {"tree": tree} for row in found] if tree else found
+        os.environ["PYTHONPATH"] = here
     if mode in ("clock", "all"):
         jobs = [("compile", i, COMPILERS) for i in range(COMPILERS)]
         rows += watch(jobs, budget, elapsed() + 0.5 * (budget - elapsed()), "benchmarks.fp8")

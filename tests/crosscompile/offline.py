@@ -107,6 +107,25 @@ def asked(asm: dict[str, Any], tool: str, *options: str) -> str:
     return _asked(asm["cubin"], tool, *options)
 
 
+def disassembled(built: Built) -> list[str]:
+    """SASS, an instruction or a label a line."""
+    text = asked(built.asm, "nvdisasm", "-c")
+    found = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
+    return [label or instruction.strip() for label, instruction in found]
+
+
+def innermost(sass: list[str]) -> list[list[str]]:
+    """The innermost loops."""
+    labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
+    found = []
+    for end, line in enumerate(sass):
+        target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
+        if target and labels.get(target[1], end) < end:
+            found.append((labels[target[1]], end))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [sass[start:end] for start, end in inner]
+
+
 def assembler_says(built: Built) -> str:
     """What ptxas warns of, on Hopper: it runs once more only where the kernel came from Triton's cache."""
     ptx = built.asm["ptx"]

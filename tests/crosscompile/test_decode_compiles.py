@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import Built, Recorder
+from crosscompile.offline import Built, Recorder, asked
 from crosscompile.sample import first_of_each, pinned, spared
 from crosscompile.test_triton import SHARED, SPILLS, rows_of, shape_of
 
@@ -58,6 +59,12 @@ def build(
     return recorder.built
 
 
+def called(line: str) -> str:
+    """The instruction of a line of SASS; "" if there is none."""
+    found = re.search(r"^\s+(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", line)
+    return found[1] if found else ""
+
+
 @pytest.mark.parametrize(("arch", "row"), spared(ROWS, first_of_each(HOPPER, "block_q", "block_k")))
 def test_row_fits(arch: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     dim, dim_v, dtype = shape_of(row)
@@ -82,6 +89,37 @@ def test_loads_are_wide_and_ahead(page: int, monkeypatch: pytest.MonkeyPatch) ->
     assert "ld.global.v4" in combine.asm["ptx"]
     for built in (split, combine):
         assert built.asm["ptx"].count("griddepcontrol.wait") == 1
+    before = split.asm["ptx"].partition("griddepcontrol.wait")[0]
+    assert before.count("prefetch.global.L2") == 1  # the length or a part of the row of pages
+    assert "ld.global" not in before
+
+
+@pytest.mark.parametrize("splits", [2, 16, 60, 256])
+def test_parts_are_loaded_together(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way to the L2 cache: nothing is computed between the loads where a warp holds all."""
+    plan = Plan(block_q=16, block_k=64, warps=4, stages=4)
+    built = build(monkeypatch, "sm90", plan, splits=splits)[1]
+    width, whole, warps = decode.combining(splits, 128)
+    calls = [name for name in map(called, asked(built.asm, "nvdisasm", "-c").splitlines()) if name]
+    assert calls.count("LDG.E.128") == width * whole // (4 * 32 * warps)
+    assert built.spills == 0
+    assert (warps == 1) == (splits <= 64)
+    if warps == 1:
+        last = max(i for i, name in enumerate(calls) if name.startswith("LDG"))
+        assert not any(name.startswith(("SHFL", "BAR", "STS")) for name in calls[:last])
+        assert (
+            sum(name.startswith("BAR") for name in calls) <= 1
+        )  # where weights change their layout
+
+
+@pytest.mark.pinned
+def test_divisions_come_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which part is whose is known when the predecessor ends: ptxas would move the wait before that."""
+    split, combine = build(monkeypatch, "sm90", Plan(block_q=16, block_k=64, warps=4, stages=4))
+    for built in (split, combine):
+        calls = [n for n in map(called, asked(built.asm, "nvdisasm", "-c").splitlines()) if n]
+        before = calls[: calls.index("ACQBULK")]
+        assert sum(name.startswith("MUFU.RCP") for name in before) >= 2
 
 
 @pytest.mark.parametrize("arch", [pinned("sm80"), pinned("gfx942")])

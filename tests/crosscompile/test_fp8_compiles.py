@@ -21,9 +21,9 @@ triton = pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import Built, Recorder, assembler_says
+from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import pinned
-from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED, disassembled
+from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED
 from crosscompile.test_triton import SPILLS
 
 from relampago.backends.gluon import fp8_launch, launch
@@ -63,21 +63,9 @@ def build(
     return recorder.built[0]
 
 
-def spans(sass: list[str]) -> list[list[str]]:
-    """The innermost loops."""
-    labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
-    found = []
-    for end, line in enumerate(sass):
-        target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
-        if target and labels.get(target[1], end) < end:
-            found.append((labels[target[1]], end))
-    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    return [sass[start:end] for start, end in inner]
-
-
 def loops(sass: list[str]) -> list[list[str]]:
     """Those with FP8 products."""
-    return [body for body in spans(sass) if sum("QGMMA" in line for line in body) > 1]
+    return [body for body in innermost(sass) if sum("QGMMA" in line for line in body) > 1]
 
 
 def check(built: Built, plan: Plan, dim: int) -> None:
@@ -203,7 +191,9 @@ def test_few_instructions_for_a_tile_of_e4m3(monkeypatch, page, warps) -> None:
     """Loads run ahead, nothing is loaded byte by byte or stored once more, and a conversion makes two numbers."""
     plan = Plan(block_q=64, block_k=64, warps=warps, stages=4)
     built = decoded(monkeypatch, "sm90", cache_of(1, page), plan)
-    body = max(spans(disassembled(built)), key=lambda body: sum("HMMA" in line for line in body))
+    body = max(
+        innermost(disassembled(built)), key=lambda body: sum("HMMA" in line for line in body)
+    )
     calls = Counter(re.sub(r"^@!?U?P\d+ ", "", line).split()[0] for line in body)
     kinds: Counter[str] = Counter()
     for name, n in calls.items():

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import Built, Recorder, asked, assembler_says
+from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import first_of_each, pinned, spared
 
 from relampago.backends.gluon import launch
@@ -98,24 +98,9 @@ def build(
     return first
 
 
-def disassembled(built: Built) -> list[str]:
-    """SASS, an instruction or a label a line."""
-    text = asked(built.asm, "nvdisasm", "-c")
-    found = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
-    return [label or instruction.strip() for label, instruction in found]
-
-
 def main_loops(sass: list[str]) -> list[list[str]]:
     """The innermost loops with products of two kinds in flight: waits for all but one, then for all."""
-    labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
-    loops = []
-    for end, line in enumerate(sass):
-        target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
-        if target and labels.get(target[1], end) < end:
-            loops.append((labels[target[1]], end))
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    bodies = [sass[start:end] for start, end in inner]
-    return [body for body in bodies if sum("HGMMA" in line for line in body) > 1]
+    return [body for body in innermost(sass) if sum("HGMMA" in line for line in body) > 1]
 
 
 def exponentials_under_pv(body: list[str]) -> tuple[int, int]:

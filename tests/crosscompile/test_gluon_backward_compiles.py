@@ -19,9 +19,9 @@ triton = pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from crosscompile.offline import Built, Recorder, assembler_says
+from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import first_of_each, pinned, spared
-from crosscompile.test_gluon import OLD, SHARED, dims, disassembled
+from crosscompile.test_gluon import OLD, SHARED, dims
 
 from relampago.backends.gluon import backward_launch
 
@@ -66,15 +66,7 @@ def build(
 
 def loops(sass: list[str]) -> list[list[str]]:
     """The innermost loops with products."""
-    labels = {line: i for i, line in enumerate(sass) if line.startswith(".L_x_")}
-    found = []
-    for end, line in enumerate(sass):
-        target = re.search(r"\bBRA\S*\s.*?(\.L_x_\d+)", line)
-        if target and labels.get(target[1], end) < end:
-            found.append((labels[target[1]], end))
-    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    bodies = [sass[start:end] for start, end in inner]
-    return [body for body in bodies if sum("HGMMA" in line for line in body) > 1]
+    return [body for body in innermost(sass) if sum("HGMMA" in line for line in body) > 1]
 
 
 def drawn_at_a_price(plan: Plan) -> bool:

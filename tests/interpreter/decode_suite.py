@@ -120,6 +120,11 @@ def test_half(dtype, splits, device) -> None:
         agree(arrays(kind, 2, dtype, device), dtype, splits)
 
 
+def test_many_splits(device) -> None:
+    """Most of them empty; all of a row's parts are read together."""
+    agree(arrays("cache", 1, torch.float32, device), torch.float32, 40)
+
+
 @pytest.mark.parametrize("dims", [(24, 16), (40, 72), (80, 48)])
 def test_dims(dims, device) -> None:
     for splits in (1, 2):

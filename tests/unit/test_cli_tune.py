@@ -64,7 +64,8 @@ def test_rows_read_back(arch, kernel, monkeypatch) -> None:
     )
     found = list(candidates(p, kernel))
     assert len(found) == len(set(found))
-    assert any(plan.tma for plan in found) == (arch == "sm90")
+    by_tma = arch == "sm90" and not kernel.startswith("tangent")
+    assert any(plan.tma for plan in found) == by_tma
     text = row(p, "triton", kernel, found[-1], "a test")
     read = plans.tomllib.loads(text)["triton"][kernel][0]
     assert Plan(**read["plan"]) == found[-1]

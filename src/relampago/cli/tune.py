@@ -16,13 +16,19 @@ if TYPE_CHECKING:
     from relampago.plan import Plan
 
 
+KEYS_AND_ROWS = ("tangent_dkdv", "tangent_dq")
+
+
 def tune(
     case: Annotated[
         str, typer.Option(help="a dense case of the catalogue (cases.BENCH)")
     ] = "causal-d128-4k",
     kernel: Annotated[
         str,
-        typer.Option(help="forward, backward_dkdv or backward_dq; on the CPU forward or backward"),
+        typer.Option(
+            help="forward, backward_dkdv, backward_dq, tangent, tangent_dkdv or tangent_dq; "
+            "on the CPU forward or backward"
+        ),
     ] = "forward",
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16 or fp16; the machine's usual one if not given")
@@ -92,13 +98,12 @@ def _subject(
     from relampago.options import Options
     from relampago.problem import Saved, Wanted
     from relampago.select import by_name
+    from relampago.tuning.search import KERNELS
 
     dense = {case.name: case for case in BENCH if not case.packed}
     if name not in dense:
         raise InvalidInput(f"--case is {name!r}; expected one of {', '.join(dense)}")
-    known = (
-        ("forward", "backward") if backend == "cpu" else ("forward", "backward_dkdv", "backward_dq")
-    )
+    known = ("forward", "backward") if backend == "cpu" else KERNELS
     if kernel not in known:
         raise InvalidInput(
             f"--kernel is {kernel!r}; expected one of {', '.join(known)} for {backend}"
@@ -117,6 +122,8 @@ def _subject(
             return run
 
         return problem, forward
+    if kernel.startswith("tangent"):
+        return _along(call, kernel)
     problem = problem_of(call, wanted=Wanted())
     out, lse = rl.attention(*tensors, **options, return_lse=True, backend=backend)
     saved, dout, x = Saved(out, lse), torch.randn_like(out), arrays_of(call)
@@ -132,3 +139,37 @@ def _subject(
     by_keys = kernel == "backward_dkdv"
     wanted = Wanted(q=not by_keys, k=by_keys, v=by_keys)
     return problem, lambda plan: lambda: backward(x, plan, plan, saved, dout, None, wanted, True)
+
+
+def _along(call: Any, kernel: str) -> tuple[Any, Callable[[Plan], Callable[[], Any]]]:
+    """The same of a kernel of derivatives, q, k, v and dO moving; over keys with what a plan leaves to rows."""
+    import torch
+
+    from relampago.backends.triton import tables
+    from relampago.backends.triton.backward_tangent import backward_tangent
+    from relampago.backends.triton.tangent import tangent
+    from relampago.op import describe, gather
+    from relampago.plan import first_match
+    from relampago.problem import Moving, Saved, Tangents, Wanted
+
+    x, facts = gather(call)
+    along = Tangents(*(torch.randn_like(t) for t in (x.q, x.k, x.v)))
+    ahead = describe(x, facts, moving=True)
+    if kernel == "tangent":
+        return ahead, lambda plan: lambda: tangent(x, plan, along)
+    problem = describe(x, facts, wanted=Wanted(), moving=True)
+    arch = problem.device.arch
+    own = {name: first_match(tables(arch), f"triton.{name}", problem) for name in KEYS_AND_ROWS}
+    out, lse, tout, tlse = tangent(x, first_match(tables(arch), "triton.tangent", ahead), along)
+    saved, dout = Saved(out, lse), torch.randn_like(out)
+    moving = Moving(along, tout, tlse, torch.randn_like(out), None)
+    by_keys = kernel == "tangent_dkdv"
+    wanted = Wanted() if by_keys else Wanted(k=False, v=False)
+
+    def prepare(plan: Plan) -> Callable[[], Any]:
+        over_keys, over_rows = (plan if name == kernel else own[name] for name in KEYS_AND_ROWS)
+        return lambda: backward_tangent(
+            x, over_keys, over_rows, moving, saved, dout, None, wanted, not by_keys
+        )
+
+    return problem, prepare

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from relampago.plan import Plan
 from relampago.problem import Problem
 
-KERNELS = ("forward", "backward_dkdv", "backward_dq")
+KERNELS = ("forward", "backward_dkdv", "backward_dq", "tangent", "tangent_dkdv", "tangent_dq")
 
 
 def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
@@ -16,6 +16,9 @@ def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
     if p.device.kind == "cpu":
         for block_q, block_k in itertools.product((256, 512, 1024), (512, 1024, 2048, 4096)):
             yield Plan(block_q=block_q, block_k=block_k)
+        return
+    if kernel.startswith("tangent"):
+        yield from _along(max(p.dim, p.dim_v), kernel)
         return
     hopper = p.device.kind == "cuda" and int(p.device.arch.removeprefix("sm")) >= 90
     wide = max(p.dim, p.dim_v)
@@ -37,6 +40,16 @@ def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
                 yield Plan(
                     block_q=block_q, block_k=block_k, warps=warps, stages=stages, tma=tma, split=1
                 )
+
+
+def _along(wide: int, kernel: str) -> Iterator[Plan]:
+    """Plans of the derivatives' kernels: an owner's tile of 64 tokens or more to a warpgroup, and few of the others."""
+    others = (16, 32, 64) if wide <= 128 else (16, 32)
+    by_key = kernel == "tangent_dkdv"
+    for (owned, warps), other in itertools.product(((64, 4), (128, 8)), others):
+        block_q, block_k = (other, owned) if by_key else (owned, other)
+        for stages, fused in itertools.product((1, 2), (1, 0) if by_key else (0,)):
+            yield Plan(block_q=block_q, block_k=block_k, warps=warps, stages=stages, fused=fused)
 
 
 def row(p: Problem, backend: str, kernel: str, plan: Plan, source: str) -> str:

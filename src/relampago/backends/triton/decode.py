@@ -53,8 +53,14 @@ RAGGED_TILES = 64  # tiles of a split in a cache, at most: sequences may differ 
 FILL = 0.5  # what starting a wave of programs costs, in the time of a tile
 COMBINE = 1.0  # what the second kernel costs, likewise
 ALONE = 0.3  # a tile's time in a program that has the memory's bandwidth to itself, likewise
+SECTOR = tl.constexpr(8)  # entries of a page table that memory gives together
 RESERVED = 1024  # bytes of shared memory that each program's own are rounded up by
-CHUNK = 16  # splits that the second kernel reads together
+HELD = 32  # numbers of parts that a thread of the second kernel holds at most
+AT_ONCE = 1024  # of them, what a program of it is cut down to, in columns
+NARROW, WIDE = (
+    16,
+    128,
+)  # columns of it: at least two sectors of memory, at most what a warp reads in one instruction
 
 
 @triton.jit
@@ -155,6 +161,24 @@ def work_of(size, splits):
 
 
 @triton.jit
+def foresee(lay, size, b, splits):
+    """Ask the L2 cache for what a sequence's programs wait for one after the other: its length, its row of pages.
+
+    Each asks for one sector, its own. Nothing is read, so that this needs no predecessor's end.
+    """
+    if lay.lens_k is not None:
+        turn = tl.program_id(0) - b * (size.heads // size.group * size.tiles) * splits
+        place = lay.lens_k + b
+        if lay.page_table is not None:
+            entry = tl.minimum(tl.maximum(turn - 1, 0) * SECTOR, lay.width - 1)
+            row = lay.page_table + tl.cast(b, tl.int64) * lay.width
+            place = tl.where(turn == 0, place, row + entry)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
 def rows_of(size, g, tile, BQ: tl.constexpr):
     """(query, head, whether it is one to be stored) of a tile's rows, all of which may be loaded."""
     r = tile * BQ + tl.arange(0, BQ)
@@ -200,13 +224,14 @@ def finish(
         tl.store(lse + place, total_of(m, l, NATURAL), mask=inside)
     else:
         length = tl.cast(size.batch, tl.int64) * size.heads * size.len_q
-        place += split * length
-        store_rows(part, place * E, inside, acc1 * scale_v, E, 0, E1)
+        at = (split * length + place) * E
+        store_rows(part, at, inside, acc1 * scale_v, E, 0, E1)
         if E2 > 0:
-            store_rows(part, place * E, inside, acc2 * scale_v, E, E1, E2)
+            store_rows(part, at, inside, acc2 * scale_v, E, E1, E2)
         part += splits * length * E
-        tl.store(part + place, m, mask=inside)
-        tl.store(part + splits * length + place, l, mask=inside)
+        at = place * splits + split  # a row's lie together
+        tl.store(part + at, m, mask=inside)
+        tl.store(part + splits * length + at, l, mask=inside)
 
 
 @triton.jit
@@ -233,21 +258,22 @@ def attend_part(
     NATURAL: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split of one sequence's keys, for up to BQ rows of one kv head."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     sq = stepped(sq, q, D)
     sk = stepped(sk, k, D)
     sv = stepped(sv, v, E)
     if out is not None:
         so = stepped(so, out, E)
     b, g, tile, split = work_of(size, splits)
-    _, len_k = keys_of(lay, size, b)
-    offset = offset_of(lay, band, size.len_q, len_k)
     row, head, inside = rows_of(size, g, tile, BQ)
     rows, heads = row[:, None], head[:, None]
     at = row.to(tl.int64) * sq.l + head.to(tl.int64) * sq.h
     q += tl.cast(b, tl.int64) * sq.b
+    if CHAINED:
+        foresee(lay, size, b, splits)
+        gdc_launch_dependents()  # first: ptxas moves the wait up, before the divisions above, but not past this
+        gdc_wait()
+    _, len_k = keys_of(lay, size, b)
+    offset = offset_of(lay, band, size.len_q, len_k)
     q1 = load_rows(q, at, D, 0, D1)  # [BQ, D1]
     q2 = q1
     if D2 > 0:
@@ -305,34 +331,32 @@ def attend_part(
 @triton.jit(do_not_specialize=["splits", "length", "heads", "len_q"])
 def combine(
     part, out, lse, sinks, splits, length, heads, len_q, so,
-    E: tl.constexpr, BE: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
-    NATURAL: tl.constexpr, CHAINED: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, SPLITS: tl.constexpr, NATURAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row's parts as one: `merge` of m, l and acc. SPLITS is `splits` rounded up; N of them are read together."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    """BE columns of one row's parts as one: `merge` of m, l and acc. SPLITS is `splits` rounded up.
+
+    All is loaded before anything is needed: one way to the L2 cache, whatever the splits.
+    """
     columns: tl.constexpr = (E + BE - 1) // BE
     place = tl.program_id(0) // columns
     column = tl.program_id(0) % columns * BE
     row, head, b = place % len_q, place // len_q % heads, place // len_q // heads
-    length = tl.cast(length, tl.int64)
-    ml = part + splits * length * E + place
     split = tl.arange(0, SPLITS)
-    m = tl.load(ml + split * length, mask=split < splits, other=float("-inf"))
-    l = tl.load(ml + (split + splits) * length, mask=split < splits, other=0.0)
-    top = tl.max(m, 0)
-    shift = finite(top)
-    l = tl.sum(l * power(m - shift, NATURAL), 0)
     col = column + tl.arange(0, BE)
-    acc = tl.zeros([BE], tl.float32)
-    for s0 in tl.static_range(0, SPLITS, N):
-        some = s0 + tl.arange(0, N)
-        at = (some * length + place)[:, None] * E + col[None, :]
-        inside = (some < splits)[:, None] & (col < E)[None, :]
-        parts = tl.load(part + at, mask=inside, other=0.0)  # [N, BE]
-        m = tl.load(ml + some * length, mask=some < splits, other=float("-inf"))
-        acc += tl.sum(power(m - shift, NATURAL)[:, None] * parts, 0)
+    length = tl.cast(length, tl.int64)
+    ml = part + splits * length * E + tl.cast(place, tl.int64) * splits + split
+    part += (split * length + place)[:, None] * E + col[None, :]
+    there = split < splits
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    m = tl.load(ml, mask=there, other=float("-inf"))
+    l = tl.load(ml + splits * length, mask=there, other=0.0)
+    parts = tl.load(part, mask=there[:, None] & (col < E)[None, :], other=0.0)  # [SPLITS, BE]
+    top = tl.max(m, 0)
+    weight = power(m - finite(top), NATURAL)
+    l = tl.sum(l * weight, 0)
+    acc = tl.sum(weight[:, None] * parts, 0)
     if sinks is not None:
         top, l, alpha = with_sink(sinks, head, top, l, NATURAL)
         acc = acc * alpha
@@ -379,6 +403,13 @@ def resident(device: Device, plan: Plan, tile_bytes: int, more_bytes: int = 0) -
     own = depth * tile_bytes + more_bytes
     warps = 16 if plan.warps >= 4 else 12  # fewer have more registers each
     return max(1, min(device.shared_memory // max(1, own), warps // plan.warps))
+
+
+def combining(splits: int, dim_v: int) -> tuple[int, int, int]:
+    """Columns of a program of `combine`, splits rounded up, and warps: few, whose sums need no shared memory."""
+    whole = triton.next_power_of_2(splits)
+    width = min(WIDE, max(NARROW, AT_ONCE // whole), triton.next_power_of_2(dim_v))
+    return width, whole, min(4, max(1, whole * width // (32 * HELD)))
 
 
 def sees_all(x: Arrays) -> bool:
@@ -459,11 +490,9 @@ def decode(
         extra._replace(sinks=None) if is_split else extra, *widths, block_q, plan.block_k, lay.page or 0, *more,
     )  # fmt: skip
     if is_split:
-        width = min(128, triton.next_power_of_2(dim_v))
-        whole = triton.next_power_of_2(splits)
+        width, whole, warps = combining(splits, dim_v)
         launch(
-            combine, length * triton.cdiv(dim_v, width), replace(plan, warps=4, stages=1), chained,
-            part, out, lse, x.sinks, splits, length, heads, len_q, so, dim_v, width, whole,
-            min(whole, CHUNK), natural, chained,
+            combine, length * triton.cdiv(dim_v, width), replace(plan, warps=warps, stages=1), chained,
+            part, out, lse, x.sinks, splits, length, heads, len_q, so, dim_v, width, whole, natural, chained,
         )  # fmt: skip
     return out, lse

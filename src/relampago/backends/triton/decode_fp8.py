@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from relampago.backends.triton.decode import (
     finish,
+    foresee,
     load_keys,
     load_rows,
     pages_of,
@@ -92,18 +93,19 @@ def attend_bytes(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`attend_part` for keys in e4m3 and values in pairs of them."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     b, g, tile, split = work_of(size, splits)
-    _, len_k = keys_of(lay, size, b)
-    offset = offset_of(lay, band, size.len_q, len_k)
-    start, first, last = tiles_of(size, band, offset, b, tile, len_k, split, splits, BQ, BK)
-    page = pages_of(lay, b, start + first * BK, PAGE, BK)  # before the queries: keys wait for it
     row, head, inside = rows_of(size, g, tile, BQ)
     rows, heads = row[None, :], head[None, :]
     at = row.to(tl.int64) * sq.l + head.to(tl.int64) * sq.h
     q += tl.cast(b, tl.int64) * sq.b
+    if CHAINED:
+        foresee(lay, size, b, splits)
+        gdc_launch_dependents()
+        gdc_wait()
+    _, len_k = keys_of(lay, size, b)
+    offset = offset_of(lay, band, size.len_q, len_k)
+    start, first, last = tiles_of(size, band, offset, b, tile, len_k, split, splits, BQ, BK)
+    page = pages_of(lay, b, start + first * BK, PAGE, BK)  # before the queries: keys wait for it
     q1 = load_rows(q, at, D, 0, D1)  # [BQ, D1]
     scale = b * (size.heads // size.group) + g
     factor *= tl.load(k_scale + scale)

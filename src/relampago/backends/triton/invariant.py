@@ -58,6 +58,7 @@ from relampago.problem import Arrays, Device
 
 HOPPER = "sm90"
 LEAST_ROWS = 64  # of a tile on Hopper: with fewer, products would be another instruction's
+TOGETHER = tl.constexpr(16)  # spans that `gather` reads at a time
 MOST_BYTES = 128 << 20  # that spans may take until they are folded
 
 
@@ -74,20 +75,32 @@ def fetch(
 
 
 @triton.jit
-def add_tile(
-    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset,
-    factor, sk, sv, band, extra,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr,
-    E2: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, NATURAL: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+def products(
+    q1, q2, k, kb1, kb2, page, lay, b, g, k0, len_k, sk, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1, lines 8 to 10, on a span's own state."""
-    keys = k0 + tl.arange(0, BK)[None, :]
+    """Algorithm 1, line 8: S before the scale, [BQ, BK]."""
     k1 = fetch(k, kb1, page, lay, b, g, k0, len_k, sk, D, 0, D1, BK, PAGE, MASKED)  # [BK, D1]
     s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
     if D2 > 0:
         k2 = fetch(k, kb2, page, lay, b, g, k0, len_k, sk, D, D1, D2, BK, PAGE, MASKED)
         s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_tile(
+    acc1, acc2, l, m, s, v, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k, offset, factor, sv,
+    band, extra, DTYPE: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
+    BK: tl.constexpr, PAGE: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1, lines 8 to 10, on a span's own state; one whose m is -inf begins anew, whatever its acc and l.
+
+    acc is added to +0 as it is multiplied, so that a sum dropped by the factor 0 leaves no sign behind.
+    """
+    keys = k0 + tl.arange(0, BK)[None, :]
     s = scores(
         s, factor, band, extra, offset, b, heads, rows, keys, len_q, len_k, NATURAL, MASKED
     )  # line 8
@@ -99,12 +112,12 @@ def add_tile(
         p = tl.exp2(tl.fma(s, factor, -shift[:, None]))
     alpha = power(m - shift, NATURAL)
     l = tl.fma(l, alpha, tl.sum(p, 1))  # line 9
-    p = p.to(q1.dtype)
+    p = p.to(DTYPE)
     v1 = fetch(v, vb1, page, lay, b, g, k0, len_k, sv, E, 0, E1, BK, PAGE, MASKED)  # [BK, E1]
-    acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=PRECISION)  # line 10
+    acc1 = tl.dot(p, v1, tl.fma(acc1, alpha[:, None], 0.0), input_precision=PRECISION)  # line 10
     if E2 > 0:
         v2 = fetch(v, vb2, page, lay, b, g, k0, len_k, sv, E, E1, E2, BK, PAGE, MASKED)
-        acc2 = tl.dot(p, v2, acc2 * alpha[:, None], input_precision=PRECISION)
+        acc2 = tl.dot(p, v2, tl.fma(acc2, alpha[:, None], 0.0), input_precision=PRECISION)
     return acc1, acc2, l, m_new
 
 
@@ -133,15 +146,25 @@ def fold(top, total, m, l, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def store_halves(
+    base, at, inside, x, DIM: tl.constexpr, COL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`store_rows` in two: half the shared memory to turn x in, which the loop's buffers have."""
+    low, high = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, WIDTH // 2]), (0, 2, 1)))
+    store_rows(base, at, inside, low, DIM, COL, WIDTH // 2)
+    store_rows(base, at, inside, high, DIM, COL + WIDTH // 2, WIDTH // 2)
+
+
+@triton.jit
 def write_span(
     part, place, span, length, spans, inside, acc1, acc2, l, m,
     E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
 ):  # fmt: skip
     """A span's state: part is [spans, length, E] of acc, then [spans, length] of m and as much of l."""
     place += span * length
-    store_rows(part, place * E, inside, acc1, E, 0, E1)
+    store_halves(part, place * E, inside, acc1, E, 0, E1)
     if E2 > 0:
-        store_rows(part, place * E, inside, acc2, E, E1, E2)
+        store_halves(part, place * E, inside, acc2, E, E1, E2)
     part += spans * length * E
     tl.store(part + place, m, mask=inside)
     tl.store(part + spans * length + place, l, mask=inside)
@@ -236,14 +259,14 @@ def attend_spans(
         if stretch > 0 or band.left is not None or band.row_start is not None:
             for i in tl.range(0, tl.cdiv(hi - lo, BK)):  # line 6
                 k0 = lo + i * BK
-                acc1, acc2, l, m = add_tile(
-                    acc1, acc2, l, m, q1, q2, k, v, kb1, kb2, vb1, vb2, page, lay, b, g, heads, k0, rows,
-                    len_q, len_k, offset, factor, sk, sv, band, extra, D, D1, D2, E, E1, E2, BK, PAGE, NATURAL,
-                    PRECISION, stretch != 1,
+                s = products(
+                    q1, q2, k, kb1, kb2, page, lay, b, g, k0, len_k, sk, D, D1, D2, BK, PAGE, PRECISION,
+                    stretch != 1,
                 )  # fmt: skip
-                page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next loads depend on it
                 if SPAN > 0:  # noqa: SIM102 (decided when compiled)
-                    if (k0 + BK) % SPAN == 0:
+                    # Here, because Triton has waited for the product that acc is from: at an iteration's end it has
+                    # not, and ptxas would make every product wait for the one before.
+                    if k0 % SPAN == 0 and k0 > start:
                         if part is None:
                             top, total, by, by_new = fold(top, total, m, l, NATURAL)
                             whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
@@ -251,13 +274,21 @@ def attend_spans(
                                 whole2 = tl.fma(acc2, by_new[:, None], whole2 * by[:, None])
                         else:
                             write_span(
-                                part, place, k0 // SPAN, length, spans, inside, acc1, acc2, l, m,
+                                part, place, k0 // SPAN - 1, length, spans, inside, acc1, acc2, l, m,
                                 E, E1, E2,
                             )  # fmt: skip
-                        acc1, acc2, l, m = nothing(BQ, E1, E2)
+                        m = tl.full([BQ], float("-inf"), tl.float32)  # the next span begins
+                acc1, acc2, l, m = add_tile(
+                    acc1, acc2, l, m, s, v, vb1, vb2, page, lay, b, g, heads, k0, rows, len_q, len_k,
+                    offset, factor, sv, band, extra, q1.dtype, E, E1, E2, BK, PAGE, NATURAL, PRECISION,
+                    stretch != 1,
+                )  # fmt: skip
+                page = pages_of(lay, b, k0 + BK, PAGE, BK)  # early: the next loads depend on it
     if part is not None:
-        if end > start and tl.cdiv(end, BK) * BK % SPAN != 0:  # the last one is still open
-            write_span(part, place, end // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2)
+        if end > start:  # the last one is still open
+            write_span(
+                part, place, (end - 1) // SPAN, length, spans, inside, acc1, acc2, l, m, E, E1, E2
+            )
         return
     top, total, by, by_new = fold(top, total, m, l, NATURAL)
     whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
@@ -317,16 +348,26 @@ def gather(
     place = one.to(tl.int64) + place
     ml = part + spans * length * E
     whole1, whole2, total, top = nothing(1, E1, E2)
-    for span in tl.range(first_span, last_span, loop_unroll_factor=4):
-        here = place + span * length
-        m = tl.load(ml + here)
-        l = tl.load(ml + spans * length + here)
-        top, total, by, by_new = fold(top, total, m, l, NATURAL)
-        acc1 = load_rows(part, here * E, E, 0, E1)
-        whole1 = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
-        if E2 > 0:
-            acc2 = load_rows(part, here * E, E, E1, E2)
-            whole2 = tl.fma(acc2, by_new[:, None], whole2 * by[:, None])
+    for begin in tl.range(first_span, last_span, TOGETHER):
+        found = ()
+        for i in tl.static_range(TOGETHER):  # all are asked for before the first is folded
+            here = place + tl.minimum(begin + i, last_span - 1) * length
+            acc1 = load_rows(part, here * E, E, 0, E1)
+            acc2 = acc1
+            if E2 > 0:
+                acc2 = load_rows(part, here * E, E, E1, E2)
+            m, l = tl.load(ml + here), tl.load(ml + spans * length + here)
+            found = found + ((acc1, acc2, m, l),)  # noqa: RUF005
+        for i in tl.static_range(TOGETHER):
+            acc1, acc2, m, l = found[i]
+            more = begin + i < last_span
+            top_new, total_new, by, by_new = fold(top, total, m, l, NATURAL)
+            top, total = tl.where(more, top_new, top), tl.where(more, total_new, total)
+            folded = tl.fma(acc1, by_new[:, None], whole1 * by[:, None])
+            whole1 = tl.where(more, folded, whole1)
+            if E2 > 0:
+                folded = tl.fma(acc2, by_new[:, None], whole2 * by[:, None])
+                whole2 = tl.where(more, folded, whole2)
     row = one.to(tl.int64) + at
     head = one + head
     finish(
@@ -350,13 +391,13 @@ def narrowed(plan: Plan, rows: int, device: Device, dtype: torch.dtype) -> Plan:
 def writing(plan: Plan, x: Arrays, device: Device) -> Plan | None:
     """The plan of programs that write spans down; None if no pipeline has room for it.
 
-    Hopper's acc is turned in shared memory on its way, while the loop's buffers are in use.
+    Hopper's acc is turned in shared memory on its way, by halves, while the loop's buffers are in use.
     """
     if device.arch != HOPPER or plan.block_q < LEAST_ROWS:
         return plan
     d1, d2, e1, e2 = A.parts(x)
     dim, dim_v, size = d1 + d2, e1 + e2, x.q.element_size()
-    room = device.shared_memory - plan.block_q * (dim * size + dim_v * 4)
+    room = device.shared_memory - plan.block_q * (dim * size + max(e1, e2) * 4 // 2)
     stages = min(plan.stages, room // (plan.block_k * (dim + dim_v) * size))
     return replace(plan, stages=stages) if stages > 0 else None
 

@@ -2,8 +2,7 @@
 
 The walks of `gradients.py`, with every quantity of Algorithm 2 beside its own tangent: `keys_along` owns a tile of
 keys, and if FUSED adds up the rows' sums atomically; `queries_along` owns a tile of rows. Scores lie with the owner's
-tokens first; `pair` serves both ways. Products are many here, so one loop with masks does for all tiles. Head dims are
-padded to one power of two.
+tokens first; `pair` serves both ways. Head dims are padded to one power of two.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from relampago.backends.triton.tile import (
     assignment,
     bend,
     bounds,
+    edge,
     kept,
     keys_of,
     list_of,
     load_tile,
+    loop_bounds,
     offset_of,
     origin,
     pattern_of,
@@ -37,6 +38,8 @@ from relampago.backends.triton.tile import (
     scores,
     stepped,
     store_tile,
+    turn_of,
+    turned,
     weights,
 )
 
@@ -44,22 +47,23 @@ from relampago.backends.triton.tile import (
 @triton.jit
 def tile_at(
     base, stride, b, start, head, first, limit, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Tokens first.. of a sequence's head, [N, WIDTH]."""
     stride = stepped(stride, base, DIM)
     at = base + origin(stride, b, start, head)
-    return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, True)
+    return load_tile(at, first, limit, stride.l, DIM, 0, WIDTH, N, MASKED)
 
 
 @triton.jit
-def facts_along(row, at, q0, q_end, BQ: tl.constexpr):
+def facts_along(row, at, q0, q_end, BQ: tl.constexpr, MASKED: tl.constexpr):
     """Of rows q0..: what they subtract, delta, and the tangents of LSE and delta."""
-    top, di = row_facts(row.shift + at, row.delta + at, q0, q_end, BQ, True)
+    top, di = row_facts(row.shift + at, row.delta + at, q0, q_end, BQ, MASKED)
     rows = q0 + tl.arange(0, BQ)
-    inside = rows < q_end
-    tlse = tl.load(row.tlse + at + rows, mask=inside, other=0.0)
-    tdi = tl.load(row.tdelta + at + rows, mask=inside, other=0.0)
+    inside = rows < q_end if MASKED else None
+    other = 0.0 if MASKED else None
+    tlse = tl.load(row.tlse + at + rows, mask=inside, other=other)
+    tdi = tl.load(row.tdelta + at + rows, mask=inside, other=other)
     return top, di, tlse, tdi
 
 
@@ -68,7 +72,7 @@ def pair(
     x, tx, y, ty, u, tu, w, tw, top, di, tlse, tdi, norm, tbias, tbias_stride, dbias, bias_stride, b, head, rows, keys,
     q_end, k_limit, offset, factor, scale, size, band, extra, sparse, q_base, k_base, which,
     ROW_AXIS: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
-    WITH_BIAS: tl.constexpr,
+    WITH_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Weights, dZ and the tangents of both where rows meet keys; x·yᵀ are products, u·wᵀ is dP."""
     z = tl.dot(x, tl.trans(y), input_precision=PRECISION)
@@ -76,7 +80,7 @@ def pair(
     if NATURAL and extra.modified is not None:
         r, slope, turn = bend(z * scale, r, extra.mods, extra.modified, b, head, rows, keys, offset)
     r = add_bias_rate(r, tbias, tbias_stride, b, head, rows, keys, q_end, k_limit) - tlse
-    s = scores(z, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, True)
+    s = scores(z, factor, band, extra, offset, b, head, rows, keys, q_end, k_limit, NATURAL, MASKED)
     if sparse is not None:
         seen = pattern_of(sparse, which, rows - q_base, keys - k_base)
         s = tl.where(seen, s, float("-inf"))
@@ -111,31 +115,50 @@ def products_along(acc, ds, y, tds, ty, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def visits(sparse, b, head, base, start, end, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tiles of BLOCK a program visits, and the first, or the entry of its list in a BlockSparse."""
-    if sparse is None:
-        start = tl.cast(start, tl.int32) // BLOCK * BLOCK
-        return start, tl.maximum(tl.cdiv(end - start, BLOCK), 0)
-    else:
-        entry = list_of(sparse.stride_b, sparse.stride_h, b, head)
-        entry += base // (sparse.block_k if BY_KEY else sparse.block_q)
-        parts = tl.cdiv(sparse.block_q if BY_KEY else sparse.block_k, BLOCK)
-        return entry, tl.load(sparse.count + entry) * parts
+def listed(sparse, entry, i, parts, block, limit, BLOCK: tl.constexpr):
+    """The i-th tile of a BlockSparse's list: where it begins and ends, its tile's first token, and its pattern."""
+    at = entry * sparse.most + i // parts
+    base = tl.load(sparse.index + at) * block
+    return base + i % parts * BLOCK, min(limit, base + block), base, tl.load(sparse.pattern + at)
 
 
 @triton.jit
-def visited(sparse, first, i, limit, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
-    """The i-th tile: where it begins, where it ends, and its tile of the BlockSparse with its pattern."""
-    if sparse is None:
-        at = first + i * BLOCK
-        return at, limit, at, at
-    else:
-        size = sparse.block_q if BY_KEY else sparse.block_k
-        parts = tl.cdiv(size, BLOCK)
-        at = first * sparse.most + i // parts
-        base = tl.load(sparse.index + at) * size
-        which = tl.load(sparse.pattern + at)
-        return base + i % parts * BLOCK, min(limit, base + size), base, which
+def keys_step_along(
+    acc_k, acc_v, k, tk, v, tv, x, t, sx, st, row, tbias, tbias_stride, dq, dbias, sdq, bias_stride, b, first, head, at,
+    q0, q_end, keys, k_end, offset, factor, scale, size, band, extra, sparse, q_base, k_base, which,
+    D: tl.constexpr, DW: tl.constexpr, E: tl.constexpr, EW: tl.constexpr, BQ: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr,
+    WITH_K: tl.constexpr, WITH_V: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What one tile of rows adds to a tile of keys, and if FUSED to its own dQ."""
+    rows = q0 + tl.arange(0, BQ)[None, :]
+    q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ, MASKED)  # [BQ, DW]
+    do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ, MASKED)  # [BQ, EW]
+    tq = t.q
+    if t.q is not None:
+        tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ, MASKED)
+    tdo = t.dout
+    if t.dout is not None:
+        tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ, MASKED)
+    top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ, MASKED)
+    norm = row.norm
+    if row.norm is not None:
+        norm = tl.load(row.norm + at + rows, mask=rows < q_end, other=1.0)
+    p, tp, ds, tds = pair(
+        k, tk, q, tq, v, tv, do, tdo, top[None, :], di[None, :], tlse[None, :], tdi[None, :], norm, tbias,
+        tbias_stride, dbias, bias_stride, b, head, rows, keys, q_end, k_end, offset, factor, scale, size,
+        band, extra, sparse, q_base, k_base, which, 1, NATURAL, PRECISION, ATOMIC, FUSED, MASKED,
+    )  # fmt: skip
+    if WITH_V:
+        acc_v = products_along(acc_v, p, do, tp, tdo, PRECISION)
+    if WITH_K:
+        acc_k = products_along(acc_k, ds, q, tds, tq, PRECISION)
+    if FUSED:
+        part = tl.zeros([BQ, DW], tl.float32)
+        part = products_along(part, tl.trans(ds), k, tl.trans(tds), tk, PRECISION)
+        there = dq + origin(sdq, b, first, head)
+        add_rows(there, None, b, head, q0, q_end, sdq.l, part, D, 0, DW, BQ)
+    return acc_k, acc_v
 
 
 @triton.jit(do_not_specialize=["size", "band"])
@@ -160,55 +183,82 @@ def keys_along(
     first, len_q = rows_of(lay, size, b)
     offset = offset_of(lay, band, len_q, len_k)
     keys = k0 + tl.arange(0, BK)[:, None]
-    k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK)  # [BK, DW]
-    v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK)  # [BK, EW]
+    k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK, True)  # [BK, DW]
+    v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK, True)  # [BK, EW]
     tk = t.k
     if t.k is not None:
-        tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK)
+        tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK, True)
     tv = t.v
     if t.v is not None:
-        tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
+        tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK, True)
     acc_k, acc_v = tl.zeros([BK, DW], tl.float32), tl.zeros([BK, EW], tl.float32)
-    start, end, _full, _full_end = query_bounds(band, offset, b, k0, k_end, len_q)
+    start, end, full_start, full_end = query_bounds(band, offset, b, k0, k_end, len_q)
+    if k_end - k0 < BK:
+        full_end = full_start  # keys beyond the last need a mask with every row
+    start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BQ)
     for member in range(size.group):
         head = g * size.group + member
         at = origin(sl, b, first, head)
-        begin, n = visits(sparse, b, head, k_base, start, end, True, BQ)
-        for i in tl.range(0, n):
-            q0, q_end, q_base, which = visited(sparse, begin, i, len_q, True, BQ)
-            rows = q0 + tl.arange(0, BQ)[None, :]
-            q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ)  # [BQ, DW]
-            do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ)  # [BQ, EW]
-            tq = t.q
-            if t.q is not None:
-                tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ)
-            tdo = t.dout
-            if t.dout is not None:
-                tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ)
-            top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ)
-            norm = row.norm
-            if row.norm is not None:
-                norm = tl.load(row.norm + at + rows, mask=rows < q_end, other=1.0)
-            p, tp, ds, tds = pair(
-                k, tk, q, tq, v, tv, do, tdo, top[None, :], di[None, :], tlse[None, :], tdi[None, :], norm, tbias,
-                tbias_stride, dbias, bias_stride, b, head, rows, keys, q_end, k_end, offset, factor, scale, size,
-                band, extra, sparse, q_base, k_base, which, 1, NATURAL, PRECISION, ATOMIC, FUSED,
-            )  # fmt: skip
-            if WITH_V:
-                acc_v = products_along(acc_v, p, do, tp, tdo, PRECISION)
-            if WITH_K:
-                acc_k = products_along(acc_k, ds, q, tds, tq, PRECISION)
-            if FUSED:
-                part = tl.zeros([BQ, DW], tl.float32)
-                part = products_along(part, tl.trans(ds), k, tl.trans(tds), tk, PRECISION)
-                there = dq + origin(sdq, b, first, head)
-                add_rows(there, None, b, head, q0, q_end, sdq.l, part, D, 0, DW, BQ)
+        if sparse is None:
+            turn, steps = turn_of(tile, full, full_end, BQ)
+            for i in tl.range(0, steps):  # without masks
+                q0 = turned(i, turn, steps, full, BQ)
+                acc_k, acc_v = keys_step_along(
+                    acc_k, acc_v, k, tk, v, tv, x, t, sx, st, row, tbias, tbias_stride, dq, dbias, sdq, bias_stride,
+                    b, first, head, at, q0, len_q, keys, k_end, offset, factor, scale, size, band, extra, None, 0, 0, 0,
+                    D, DW, E, EW, BQ, NATURAL, PRECISION, FUSED, ATOMIC, WITH_K, WITH_V, False,
+                )  # fmt: skip
+            for i in tl.range(0, n):  # at the edges
+                q0 = edge(i, start, full_end, before, BQ)
+                acc_k, acc_v = keys_step_along(
+                    acc_k, acc_v, k, tk, v, tv, x, t, sx, st, row, tbias, tbias_stride, dq, dbias, sdq, bias_stride,
+                    b, first, head, at, q0, len_q, keys, k_end, offset, factor, scale, size, band, extra, None, 0, 0, 0,
+                    D, DW, E, EW, BQ, NATURAL, PRECISION, FUSED, ATOMIC, WITH_K, WITH_V, True,
+                )  # fmt: skip
+        else:
+            entry = list_of(sparse.stride_b, sparse.stride_h, b, head) + k_base // sparse.block_k
+            parts = tl.cdiv(sparse.block_q, BQ)
+            for i in tl.range(0, tl.load(sparse.count + entry) * parts):
+                q0, q_end, q_base, which = listed(
+                    sparse, entry, i, parts, sparse.block_q, len_q, BQ
+                )
+                acc_k, acc_v = keys_step_along(
+                    acc_k, acc_v, k, tk, v, tv, x, t, sx, st, row, tbias, tbias_stride, dq, dbias, sdq, bias_stride,
+                    b, first, head, at, q0, q_end, keys, k_end, offset, factor, scale, size, band, extra, sparse,
+                    q_base, k_base, which,
+                    D, DW, E, EW, BQ, NATURAL, PRECISION, FUSED, ATOMIC, WITH_K, WITH_V, True,
+                )  # fmt: skip
     dk += origin(sdk, b, first_k, g)
     dv += origin(sdv, b, first_k, g)
     store_keys(
         dk, dv, sdk, sdv, k0, k_end, acc_k * scale, 0.0, acc_v, 0.0, D, DW, 0, E, EW, 0, BK, WITH_K,
         WITH_V, False,
     )  # fmt: skip
+
+
+@triton.jit
+def queries_step_along(
+    acc, q, tq, do, tdo, top, di, tlse, tdi, norm, x, t, sx, st, tbias, tbias_stride, dbias, bias_stride, b, first_k, g,
+    head, k0, k_end, rows, q_end, offset, factor, scale, size, band, extra, sparse, q_base, k_base, which,
+    D: tl.constexpr, DW: tl.constexpr, E: tl.constexpr, EW: tl.constexpr, BK: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, ATOMIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What one tile of keys adds to a tile of rows."""
+    keys = k0 + tl.arange(0, BK)[None, :]
+    k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK, MASKED)  # [BK, DW]
+    v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK, MASKED)  # [BK, EW]
+    tk = t.k
+    if t.k is not None:
+        tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK, MASKED)
+    tv = t.v
+    if t.v is not None:
+        tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK, MASKED)
+    _p, _tp, ds, tds = pair(
+        q, tq, k, tk, do, tdo, v, tv, top, di, tlse, tdi, norm, tbias, tbias_stride, dbias, bias_stride, b, head, rows,
+        keys, q_end, k_end, offset, factor, scale, size, band, extra, sparse, q_base, k_base, which, 0, NATURAL,
+        PRECISION, ATOMIC, True, MASKED,
+    )  # fmt: skip
+    return products_along(acc, ds, k, tds, tk, PRECISION)
 
 
 @triton.jit(do_not_specialize=["size", "band"])
@@ -231,42 +281,48 @@ def queries_along(
     offset = offset_of(lay, band, len_q, len_k)
     g = head // size.group
     rows = q0 + tl.arange(0, BQ)[:, None]
-    q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ)  # [BQ, DW]
-    do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ)  # [BQ, EW]
+    q = tile_at(x.q, sx.q, b, first, head, q0, q_end, D, DW, BQ, True)  # [BQ, DW]
+    do = tile_at(x.dout, sx.dout, b, first, head, q0, q_end, E, EW, BQ, True)  # [BQ, EW]
     tq = t.q
     if t.q is not None:
-        tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ)
+        tq = tile_at(t.q, st.q, b, first, head, q0, q_end, D, DW, BQ, True)
     tdo = t.dout
     if t.dout is not None:
-        tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ)
+        tdo = tile_at(t.dout, st.dout, b, first, head, q0, q_end, E, EW, BQ, True)
     at = origin(sl, b, first, head)
-    top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ)
+    top, di, tlse, tdi = facts_along(row, at, q0, q_end, BQ, True)
+    top, di, tlse, tdi = top[:, None], di[:, None], tlse[:, None], tdi[:, None]
     norm = row.norm
     if row.norm is not None:
         norm = tl.load(row.norm + at + rows, mask=rows < q_end, other=1.0)
     acc = tl.zeros([BQ, DW], tl.float32)
-    start, end, _full, _full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
-    begin, n = visits(sparse, b, head, q_base, start, end, False, BK)
-    for i in tl.range(0, n):
-        k0, k_end, k_base, which = visited(sparse, begin, i, len_k, False, BK)
-        keys = k0 + tl.arange(0, BK)[None, :]
-        k = tile_at(x.k, sx.k, b, first_k, g, k0, k_end, D, DW, BK)  # [BK, DW]
-        v = tile_at(x.v, sx.v, b, first_k, g, k0, k_end, E, EW, BK)  # [BK, EW]
-        tk = t.k
-        if t.k is not None:
-            tk = t.k
-            if t.k is not None:
-                tk = tile_at(t.k, st.k, b, first_k, g, k0, k_end, D, DW, BK)
-        tv = t.v
-        if t.v is not None:
-            tv = t.v
-            if t.v is not None:
-                tv = tile_at(t.v, st.v, b, first_k, g, k0, k_end, E, EW, BK)
-        _p, _tp, ds, tds = pair(
-            q, tq, k, tk, do, tdo, v, tv, top[:, None], di[:, None], tlse[:, None], tdi[:, None], norm, tbias,
-            tbias_stride, dbias, bias_stride, b, head, rows, keys, q_end, k_end, offset, factor, scale, size, band,
-            extra, sparse, q_base, k_base, which, 0, NATURAL, PRECISION, ATOMIC, True,
-        )  # fmt: skip
-        acc = products_along(acc, ds, k, tds, tk, PRECISION)
+    if sparse is None:
+        start, end, full_start, full_end = bounds(band, offset, b, q0, q_end, len_k, BQ)
+        start, full, full_end, before, n = loop_bounds(start, end, full_start, full_end, BK)
+        turn, steps = turn_of(tile, full, full_end, BK)
+        for i in tl.range(0, steps):  # without masks
+            k0 = turned(i, turn, steps, full, BK)
+            acc = queries_step_along(
+                acc, q, tq, do, tdo, top, di, tlse, tdi, norm, x, t, sx, st, tbias, tbias_stride, dbias, bias_stride,
+                b, first_k, g, head, k0, len_k, rows, q_end, offset, factor, scale, size, band, extra, None, 0, 0, 0,
+                D, DW, E, EW, BK, NATURAL, PRECISION, ATOMIC, False,
+            )  # fmt: skip
+        for i in tl.range(0, n):  # at the edges
+            k0 = edge(i, start, full_end, before, BK)
+            acc = queries_step_along(
+                acc, q, tq, do, tdo, top, di, tlse, tdi, norm, x, t, sx, st, tbias, tbias_stride, dbias, bias_stride,
+                b, first_k, g, head, k0, len_k, rows, q_end, offset, factor, scale, size, band, extra, None, 0, 0, 0,
+                D, DW, E, EW, BK, NATURAL, PRECISION, ATOMIC, True,
+            )  # fmt: skip
+    else:
+        entry = list_of(sparse.stride_b, sparse.stride_h, b, head) + q_base // sparse.block_q
+        parts = tl.cdiv(sparse.block_k, BK)
+        for i in tl.range(0, tl.load(sparse.count + entry) * parts):
+            k0, k_end, k_base, which = listed(sparse, entry, i, parts, sparse.block_k, len_k, BK)
+            acc = queries_step_along(
+                acc, q, tq, do, tdo, top, di, tlse, tdi, norm, x, t, sx, st, tbias, tbias_stride, dbias, bias_stride,
+                b, first_k, g, head, k0, k_end, rows, q_end, offset, factor, scale, size, band, extra, sparse, q_base,
+                k_base, which, D, DW, E, EW, BK, NATURAL, PRECISION, ATOMIC, True,
+            )  # fmt: skip
     dq += origin(sdq, b, first, head)
     store_tile(dq, q0, q_end, sdq.l, acc * scale, D, 0, DW, BQ)

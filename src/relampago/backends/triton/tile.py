@@ -220,10 +220,14 @@ def in_fp16(q1, q2, factor):
     A power of 2 loses nothing but what is 2^-24 of the largest entry and less.
     """
     top = tl.maximum(tl.max(tl.abs(q1.to(tl.float32))), tl.max(tl.abs(q2.to(tl.float32))))
-    by = tl.exp2(tl.floor(tl.log2(tl.minimum(tl.maximum(top, 2.0**-100), 2.0**100))))
-    q1 = (q1.to(tl.float32) / by).to(tl.float16)
-    q2 = (q2.to(tl.float32) / by).to(tl.float16)
-    return q1, q2, factor * by
+    top = tl.minimum(tl.maximum(top, 2.0**-100), 2.0**100)
+    exponent = (
+        top.to(tl.int32, bitcast=True) & 0x7F800000
+    )  # keys wait for this: no logarithm, no division
+    inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    q1 = (q1.to(tl.float32) * inverse).to(tl.float16)
+    q2 = (q2.to(tl.float32) * inverse).to(tl.float16)
+    return q1, q2, factor * exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -8,7 +8,10 @@ import sys
 from relampago.cli.report.results import ROOT, there
 from relampago.cli.report.tables import TABLES
 
-PAGES = ("README.md", "README.es.md", "docs/benchmarks.md", "docs/hopper.md", "docs/support.md")
+PAGES = (
+    "README.md", "README.es.md", "docs/batch-invariance.md", "docs/benchmarks.md", "docs/derivatives.md",
+    "docs/distributed.md", "docs/hopper.md", "docs/statistics.md", "docs/support.md", "docs/switching.md",
+)  # fmt: skip
 
 
 def rendered(text: str) -> str:

@@ -8,21 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from relampago.cli.console import size
+from relampago.cli.report import features
+from relampago.cli.report.markdown import markdown
 from relampago.cli.report.results import load, there
 from relampago.plan import Plan, table
 from relampago.problem import Device, Problem
-
-
-def markdown(title: str, head: list[str], rows: list[list[str]], note: str) -> str:
-    """A titled table and a line below it."""
-    lines = [
-        f"**{title}**",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---" + "|---:" * (len(head) - 1) + "|",
-    ]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", note])
 
 
 def cpu() -> str:
@@ -342,5 +332,12 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "train-step": (TRAINING[0], training),
     "io": ("h200/io.json", moved),
     "train-tiny": ("cpu/train-tiny.json", curves),
+    "statistics-cpu": ("cpu/statistics.json", features.statistics_on_cpu),
+    "statistics": ("h200/statistics.json", features.statistics_on_gpu),
+    "derivatives": ("h200/derivatives.json", features.derivatives),
+    "invariance": ("h200/batch-invariance.json", features.invariance),
+    "ring": ("h200/ring-one-gpu.json", features.ring),
+    "models": ("h200/transformers-speed.json", features.models),
+    "overhead": ("h200/dropin-overhead.json", features.overhead),
     "support": ("", support),
 }
