@@ -37,6 +37,7 @@ from relampago.backends.gluon.sm90_chain import consume_chained
 from relampago.backends.gluon.sm90_results import place_of, store_tile
 from relampago.backends.gluon.sm90_step import (
     give_turn,
+    next_values,
     opened,
     release_values,
     scaled,
@@ -229,7 +230,8 @@ def consume_apart(
         heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
         inverse, rows_lse = finish(m, total, factor, extra.sinks, heads)
         acc1, acc2 = settle(acc1, acc2, E2)
-        stage_v, phase_v = release_values(values, stage_v, phase_v, BK)
+        release_values(values, stage_v, phase_v, BK)
+        stage_v, phase_v = next_values(values, stage_v, phase_v, BK)
 
         acc1, acc2 = scaled(acc1, acc2, inverse, E2)
         inside = seen.rows < tile.q.length

@@ -114,13 +114,21 @@ def weigh_next(
 
 @gluon.jit
 def release_values(values, stage, phase, BK: gl.constexpr):
-    """A block's values may be overwritten. The next place in their ring."""
-    SLOTS_V: gl.constexpr = values.tiles.shape[0]
+    """A block's values may be overwritten."""
     release(values, stage)
     if values.tiles.shape[-3] < BK:
-        stage, phase = advance(stage, phase, SLOTS_V)
+        stage, phase = advance(stage, phase, values.tiles.shape[0])
         release(values, stage)
-    return advance(stage, phase, SLOTS_V)
+
+
+@gluon.jit
+def next_values(values, stage, phase, BK: gl.constexpr):
+    """Where the next block's values are in their ring."""
+    SLOTS_V: gl.constexpr = values.tiles.shape[0]
+    stage, phase = advance(stage, phase, SLOTS_V)
+    if values.tiles.shape[-3] < BK:
+        stage, phase = advance(stage, phase, SLOTS_V)
+    return stage, phase
 
 
 @gluon.jit
@@ -182,7 +190,7 @@ def step(
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
     p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
-    stage_v, phase_v = release_values(values, stage_v, phase_v, BK)
+    release_values(values, stage_v, phase_v, BK)
     p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
     if LAZY:
         acc1 = rescaled(acc1, alpha)
@@ -191,6 +199,7 @@ def step(
     else:
         acc1, acc2 = scaled(acc1, acc2, alpha, E2)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+    stage_v, phase_v = next_values(values, stage_v, phase_v, BK)
     return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
 
 
