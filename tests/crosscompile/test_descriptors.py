@@ -16,7 +16,6 @@ from crosscompile.offline import Recorder
 from crosscompile.sample import pinned
 from crosscompile.test_invariance_compiles import SHARED, Asked, build, disassembled
 
-from relampago.backends.triton import arguments as A
 from relampago.backends.triton import forward
 from relampago.plan import table
 from relampago.problem import Device
@@ -56,15 +55,6 @@ def _invariant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.pinned  # to ptxas 12.8, which gets them wrong; the newest is searched below
 def test_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mixed_up(sass) for sass in _invariant(monkeypatch)] == [[], [], []]
-
-
-@pytest.mark.pinned
-def test_in_two_parts_some_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else `arguments.parts` has lost its reason: delete it."""
-    monkeypatch.setattr(
-        A, "parts", lambda x: (32, 16, 64, 16) if x.q.shape[-1] == 40 else (64, 16) * 2
-    )
-    assert any(map(mixed_up, _invariant(monkeypatch)))
 
 
 @pytest.mark.parametrize("keys", ["packed", pinned("cache")])

@@ -298,9 +298,17 @@ def moved() -> str:
     return markdown("Device memory, by counters", list(measured.HEAD), lines, note)
 
 
+CURVES = ("cpu/train-tiny.json", "h200/train-tiny.json")
+
+
 def curves() -> str:
-    """The loss curves of one seed."""
-    record = load("cpu/train-tiny.json")
+    """The loss curves of one seed, on each machine that has some."""
+    return "\n\n".join(curves_of(file) for file in CURVES if there(file))
+
+
+def curves_of(file: str) -> str:
+    """Those of one run."""
+    record = load(file)
     lines = [
         [kind, f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}",
          f"{record['gaps'][kind]:.1e}" if kind in record["gaps"] else "–"]
@@ -308,8 +316,8 @@ def curves() -> str:
     ]  # fmt: skip
     facts, done = record["machine"], record["settings"]
     note = (
-        f"{facts['cpu']}, torch {facts['torch']}, {facts['date'][:10]}, {done['steps']} steps of {done['batch']} × "
-        f"{done['length']} bytes, {done['dtype']} (`cpu/train-tiny.json`)."
+        f"{facts['gpus'][0]['name'] if facts['gpus'] else facts['cpu']}, torch {facts['torch']}, {facts['date'][:10]}, "
+        f"{done['steps']} steps of {done['batch']} × {done['length']} bytes, {done['dtype']} (`{file}`)."
     )
     head = ["one seed", "first loss", "last loss", "greatest distance from eager in any step"]
     return markdown("Loss curves", head, lines, note)
@@ -331,7 +339,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "gluon-backward": (BACKWARD_RUNS[0], gluon_backward),
     "train-step": (TRAINING[0], training),
     "io": ("h200/io.json", moved),
-    "train-tiny": ("cpu/train-tiny.json", curves),
+    "train-tiny": (CURVES[0], curves),
     "statistics-cpu": ("cpu/statistics.json", features.statistics_on_cpu),
     "statistics": ("h200/statistics.json", features.statistics_on_gpu),
     "derivatives": ("h200/derivatives.json", features.derivatives),
