@@ -11,11 +11,9 @@ $OUT/decode-parts.json and ends with a table of medians.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.hopper.clock import milliseconds
-from benchmarks.hopper.watched import Rows, elapsed, say, watch
+from benchmarks.hopper.watched import Rows, elapsed, keep, say, watch
 from relampago import quant
 from relampago.backends.triton import decode as kernels
 from relampago.cache import PagedKVCache
@@ -155,8 +153,7 @@ def main(seconds: float, old: str | None) -> None:
         os.environ["PYTHONPATH"] = here if tree is None else f"{Path(tree).resolve()}:{here}"
         each = (seconds - elapsed()) / (len(turns) - turn)
         rows += watch([(each - 3, name)], each, elapsed() + each, "benchmarks.decode_parts")
-    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / "decode-parts.json"
-    target.write_text(json.dumps(rows))
+    target = keep(rows, "decode-parts")
     report(rows)
     print(f"{elapsed():.0f} s, {target}")
 

@@ -10,7 +10,6 @@ FlashAttention-3 comes as ../shared/peers/README.md says.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
 import statistics
@@ -28,7 +27,7 @@ import torch
 
 import relampago as rl
 from benchmarks.hopper.clock import Cell, import_peers, milliseconds
-from benchmarks.hopper.watched import Rows, elapsed, say, watch
+from benchmarks.hopper.watched import Rows, elapsed, keep, say, watch
 from relampago import quant
 from relampago.cache import PagedKVCache
 from relampago.plan import Plan
@@ -393,8 +392,7 @@ def main(mode: str, budget: float, names: list[str]) -> None:
         rows += watch(jobs, budget, elapsed() + 0.5 * (budget - elapsed()), "benchmarks.fp8")
         left = budget - elapsed() - 2
         rows += watch([("clock", left - 5, *names)], budget, elapsed() + left, "benchmarks.fp8")
-    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"fp8-{mode}.json"
-    target.write_text(json.dumps(rows))
+    target = keep(rows, f"fp8-{mode}")
     report(rows)
     print(f"{elapsed():.0f} s, {target}")
 

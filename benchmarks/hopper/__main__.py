@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from typing import Any
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "hopper_cache"))
 
 from benchmarks.hopper import changes, clock, correct, experiments, short, stress
-from benchmarks.hopper.watched import Rows, elapsed, watch
+from benchmarks.hopper.watched import Rows, elapsed, keep, watch
 
 COMPILERS = 14  # processes
 CHECKERS = 5
@@ -89,8 +88,7 @@ def main(mode: str, budget: str, *peers: str) -> None:
     if mode in ("check", "stress") and peers:
         changes.ask_for(*peers)
     rows = run(mode, float(budget), list(peers))
-    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"hopper-{mode}.json"
-    target.write_text(json.dumps(rows))
+    target = keep(rows, f"hopper-{mode}")
     print(f"{elapsed():.0f} s, {target}")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 Rows = list[dict[str, Any]]
@@ -32,6 +34,13 @@ def say(kind: str, **row: Any) -> None:
 def elapsed() -> float:
     """Seconds since the program began."""
     return time.time() - BEGUN
+
+
+def keep(rows: Rows, name: str) -> Path:
+    """Write $OUT/NAME.json, or into the folder for temporary files."""
+    target = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"{name}.json"
+    target.write_text(json.dumps(rows))
+    return target
 
 
 def _start(words: tuple[str, ...], module: str) -> Job:

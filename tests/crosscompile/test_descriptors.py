@@ -16,6 +16,7 @@ from crosscompile.offline import Recorder
 from crosscompile.sample import pinned
 from crosscompile.test_invariance_compiles import SHARED, Asked, build, disassembled
 
+from relampago.backends.triton import arguments as A
 from relampago.backends.triton import forward
 from relampago.plan import table
 from relampago.problem import Device
@@ -43,18 +44,28 @@ def test_what_is_searched_for() -> None:
 
 def _invariant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """SASS of batch-invariant kernels, of which ptxas 12.8 gets some wrong if head dims are cut in two."""
-    kinds: list[tuple[tuple[int, int], str, dict[str, Any]]] = [
-        ((40, 72), "packed", CAPPED), ((67, 67), "packed", {}), ((40, 72), "cache", CAPPED)
+    kinds: list[tuple[Asked, dict[str, Any]]] = [
+        (Asked((40, 72), keys="packed"), CAPPED), (Asked((67, 67), keys="packed"), {}),
+        (Asked((40, 72), keys="cache"), CAPPED), (Asked((67, 67), rows=1, keys="cache"), {}),
     ]  # fmt: skip
     return [
-        disassembled(build(monkeypatch, "sm90", PLAN, Asked(dims, keys=keys), **options)[0])
-        for dims, keys, options in kinds
+        disassembled(build(monkeypatch, "sm90", PLAN, asked, **options)[0])
+        for asked, options in kinds
     ]
 
 
 @pytest.mark.pinned  # to ptxas 12.8, which gets them wrong; the newest is searched below
 def test_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [mixed_up(sass) for sass in _invariant(monkeypatch)] == [[], [], []]
+    assert [mixed_up(sass) for sass in _invariant(monkeypatch)] == [[], [], [], []]
+
+
+@pytest.mark.pinned
+def test_in_two_parts_some_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `arguments.parts` has lost its reason: delete it."""
+    monkeypatch.setattr(
+        A, "parts", lambda x: (32, 16, 64, 16) if x.q.shape[-1] == 40 else (64, 16) * 2
+    )
+    assert any(map(mixed_up, _invariant(monkeypatch)))
 
 
 @pytest.mark.parametrize("keys", ["packed", pinned("cache")])

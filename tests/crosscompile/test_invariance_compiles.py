@@ -106,10 +106,7 @@ def test_row_fits(arch: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
         assert built.shared <= SHARED[arch] * 1024
         acc = row.plan.block_q * dim_v * 4 // (32 * row.plan.warps)  # bytes of a thread
         if "not measured" in row.source and triton.__version__.startswith("3.6"):
-            met = 0  # S lives where spans are folded; only Hopper's compiler keeps it in registers
-            if arch != "sm90":
-                met = row.plan.block_q * row.plan.block_k * 4 // (32 * row.plan.warps)
-            assert built.spills <= SPILLS + 2 * acc + met  # once a span, two of acc are needed
+            assert built.spills <= SPILLS + 2 * acc  # once a span, two of them are needed
         if arch == "sm90" and row.plan.block_q >= 64 and dtype != torch.float32:
             assert "wgmma.mma_async" in built.asm["ptx"]
 

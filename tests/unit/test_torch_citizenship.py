@@ -110,6 +110,22 @@ def test_compile_fullgraph_forward_and_backward() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_compile_takes_another_number_in_each_call(option: str) -> None:
+    """From the second on Dynamo has a symbol for it."""
+    torch._dynamo.reset()
+    q, k, v = make()
+
+    def fn(q, k, v, number):
+        return rl.attention(q, k, v, causal=True, **{option: number}) * 2
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for number in (0.5, 0.7, 0.9):
+        torch.testing.assert_close(compiled(q, k, v, number), fn(q, k, v, number))
+    with pytest.raises(rl.InvalidInput, match=f"{option} is inf"):
+        fn(q, k, v, float("inf"))
+
+
 def test_compile_dynamic_lengths_without_recompiling() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
