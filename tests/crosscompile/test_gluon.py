@@ -65,7 +65,7 @@ def reaches(row: Row, mask: str) -> bool:
         len_q=when.get("len_q_max", when.get("len_q_min", 8192)), len_k=512, left=band.left is not None,
         right=band.right is not None, prefix=band.prefix is not None,
     )  # fmt: skip
-    calls = (long, replace(long, len_q=2048))
+    calls = [long, *(replace(long, batch=b, len_q=n) for b in (1, 4) for n in (2048, 4096, 16384))]
     return any(next(r for r in TABLE if r.matches(p)) is row for p in calls)
 
 
