@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=5.0, help="per device and direction")
     options = parser.parse_args()
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    devices = (["cuda"] if torch.cuda.is_available() else []) + ["cpu"]
     results = []
     for device in devices:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -61,21 +61,16 @@ def _plan(rows: int, keys: int, stages: int, promote: int, **more: int) -> Plan:
 
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
-        "turns": _plan(128, 128, 4, 1, pingpong=1),
-        "chain, turns": _plan(128, 128, 4, 1, pingpong=1, chain=1),
-        "not promoted, turns": _plan(128, 128, 4, 0, pingpong=1),
-        "not promoted, chain, turns": _plan(128, 128, 4, 0, pingpong=1, chain=1),
-        "not promoted, chain, pin": _plan(128, 128, 4, 0, pin=1, chain=1),
+        f"promoted, turns {turns}, pin {pin}": _plan(
+            128, 128, 4, 1, pingpong=turns, chain=1, pin=pin
+        )
+        for turns, pin in ((1, 4), (1, 8), (2, 8), (2, 1), (3, 1), (3, 8))
     },
     256: {
-        "not promoted": _plan(128, 128, 2, 0),
-        "not promoted, turns": _plan(128, 128, 2, 0, pingpong=1),
-        "not promoted, grid": _plan(128, 128, 2, 0, schedule=0),
-        "not promoted, 64 keys": _plan(128, 64, 4, 0, pingpong=1),
-        "64 keys, grid": _plan(128, 64, 4, 4, schedule=0),
-        "64 keys": _plan(128, 64, 4, 4),
+        f"turns {turns}, pin {pin}": _plan(128, 128, 2, 0, pingpong=turns, pin=pin)
+        for turns, pin in ((1, 1), (1, 2), (2, 1), (2, 8), (3, 1), (3, 8))
     },
-}  # fmt: skip
+}
 
 
 DECODING = {

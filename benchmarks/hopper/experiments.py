@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,15 +37,14 @@ from benchmarks.hopper.clock import (
 from benchmarks.hopper.watched import Rows, say
 from relampago.plan import Plan
 
-BOTH, CAUSAL = (False, True), (True,)
+BOTH = (False, True)
 SQUARE = ((128, 128), (256, 256), (64, 64), (192, 128), (96, 96), (192, 192))
 LENGTHS = ((4, 4096), (16, 1024), (1, 16384), (1, 32768))  # the most telling first
-# variants in the other two, of the first three dims
-FEW = ("chain", "chain turns", "no chain", "halves", "halves turns")
-ROUNDS = 5
-TAKE = 120.0  # ms: several samples of the clock, which the power limit moves by a quarter
+ROUNDS = int(os.environ.get("HOPPER_ROUNDS", "5"))
+SCREENING, KEPT = 2, 4  # rounds with every variant, and how many go on from there
+# ms: several samples of the clock, which the power limit moves by a quarter
+TAKE = float(os.environ.get("HOPPER_TAKE", "120"))
 UNITS = 132  # multiprocessors
-HEAVIEST = 2047  # MiB in flight: all tiles of all heads in one order
 
 
 class Change(NamedTuple):
@@ -57,23 +56,31 @@ class Change(NamedTuple):
     causal: tuple[bool, ...] = BOTH
 
 
-CHAIN = {"chain": 1, "schedule": 2}
 WIDE = ((192, 192),)
-HALVES = {"block_k": 128, "stages": 2, "halves": 1, "lazy": 1, "pin": 0, "pingpong": 0, "chain": 0}
+OTHERS = tuple(dims for dims in SQUARE if dims not in WIDE)
+HALVES = {"block_k": 128, "stages": 2, "halves": 1, "chain": 0}
+SELDOM, LATER = {"lazy": 1}, {"lazy": 2}
+LATER_ONES = {  # what of the softmax lies where, beside the products
+    f"later, turns {turns}, pin {pin}": LATER | {"pingpong": turns, "pin": pin}
+    for turns, pin in ((1, 0), (2, 0), (1, 8), (2, 8), (3, 1))
+}
+SOFTMAX = {
+    f"turns {turns}, pin {pin}": {"pingpong": turns, "pin": pin}
+    for turns, pin in ((1, 2), (1, 8), (2, 0), (2, 8))
+}
+NARROW = tuple(dims for dims in OTHERS if dims != (256, 256))
+FLIPPED = ("later, turns 1, pin 0", "later, turns 2, pin 8")
 CHANGES = (
-    Change("no chain", SQUARE, {"chain": 0}),
-    Change("chain", SQUARE, CHAIN),
-    Change("chain turns", SQUARE, CHAIN | {"pingpong": 1, "pin": 0}),
-    Change("chain pin", SQUARE, CHAIN | {"pin": 1, "pingpong": 0}),
-    Change("chain lazy", SQUARE, CHAIN | {"lazy": 1}),
-    Change("chain heaviest", SQUARE, CHAIN | {"reach": HEAVIEST}, CAUSAL),
-    Change("heaviest", ((256, 256),), {"reach": HEAVIEST, "schedule": 2}, CAUSAL),
-    Change("halves", WIDE, HALVES),
-    Change("halves turns", WIDE, HALVES | {"pingpong": 1}),
-    Change("halves pin", WIDE, HALVES | {"pin": 1}),
-    Change("3 stages", WIDE, {"stages": 3}),
-    Change("3 stages turns", WIDE, {"stages": 3, "pingpong": 1, "pin": 0}),
-    Change("3 stages pin", WIDE, {"stages": 3, "pin": 1, "pingpong": 0}),
+    *(Change(name, NARROW, changes) for name, changes in LATER_ONES.items()),
+    *(Change(name, OTHERS, changes) for name, changes in SOFTMAX.items()),
+    *(
+        Change(f"{name}, chain {n}", NARROW, LATER_ONES[name] | {"chain": n})
+        for name in FLIPPED
+        for n in (0, 1)
+    ),
+    *(Change(f"halves, {n}", WIDE, HALVES | SELDOM | x) for n, x in SOFTMAX.items()),
+    *(Change(f"halves, {n}", WIDE, HALVES | x) for n, x in list(LATER_ONES.items())[:3]),
+    Change("halves, turns 1, pin 0", WIDE, HALVES | SELDOM | {"pingpong": 1, "pin": 0}),
 )
 
 
@@ -107,10 +114,16 @@ class Clock:
 
 
 def cells() -> Iterator[Cell]:
-    """All dims of a length before the next length; with HOPPER_DIMS, those dims of keys alone, at every length."""
+    """All dims of a length before the next length; with HOPPER_DIMS, those dims of keys alone, at every length.
+
+    With HOPPER_LENGTHS, those lengths alone.
+    """
     asked = [int(dim) for dim in os.environ.get("HOPPER_DIMS", "").split()]
     only = [dims for dims in SQUARE if dims[0] in asked and dims[0] == dims[1]]
+    lengths = [int(length) for length in os.environ.get("HOPPER_LENGTHS", "").split()]
     for i, (batch, length) in enumerate(LENGTHS):
+        if lengths and length not in lengths:
+            continue
         for dim, dim_v in only or (SQUARE if i < 2 else SQUARE[:3]):
             for causal in BOTH:
                 yield Cell(dim, dim_v, causal, batch, length)
@@ -120,8 +133,7 @@ def variants(cell: Cell) -> dict[str, Plan]:
     """The table's plan and all that differ from it."""
     plans = {"table": cell.plans()["table"]}
     for change in CHANGES:
-        few = (cell.batch, cell.length) in LENGTHS[2:] and change.name not in FEW
-        if (cell.dim, cell.dim_v) in change.dims and cell.causal in change.causal and not few:
+        if (cell.dim, cell.dim_v) in change.dims and cell.causal in change.causal:
             plan = replace(plans["table"], **change.changes)
             if plan not in plans.values():
                 plans[change.name] = plan
@@ -165,6 +177,15 @@ def right(cell: Cell, found: dict[str, Call]) -> None:
                 say("wrong", name=name, error=error, **cell._asdict())
 
 
+def best_of(
+    takes: dict[str, Callable[[], float]], screened: dict[str, list[float]], plans: dict[str, Plan]
+) -> dict[str, Callable[[], float]]:
+    """The peers, the table's and the KEPT fastest variants."""
+    times = {name: min(found) for name, found in screened.items() if found and name in plans}
+    fast = sorted(times, key=lambda name: times[name])[:KEPT]
+    return {n: take for n, take in takes.items() if n not in plans or n == "table" or n in fast}
+
+
 def experiment(seconds: float, *names: str) -> None:
     """All cells, as far as the time allows."""
     until, clock, chance = time.time() + seconds, Clock(), random.Random(0)
@@ -178,7 +199,10 @@ def experiment(seconds: float, *names: str) -> None:
         found, plans = calls(cell, peers), variants(cell)
         right(cell, found)
         takes = {name: replays(call, TAKE) for name, call in found.items()}
-        for turn in range(ROUNDS):
+        screened: dict[str, list[float]] = {name: [] for name in takes}
+        for turn in range(-SCREENING, ROUNDS):
+            if turn == 0:
+                takes = best_of(takes, screened, plans)
             order = list(takes)
             chance.shuffle(order)
             for name in order:
@@ -189,8 +213,10 @@ def experiment(seconds: float, *names: str) -> None:
                 row = {"turn": turn, "name": name, **cell._asdict(), "ms": ms}
                 row |= {"tflops": cell.flops / ms * 1e-9, **clock.since(begun)}
                 row |= {"plan": asdict(plans[name])} if name in plans else {}
-                rows.append({"kind": "time", **row})
-                say("time", **row)
+                if turn < 0:
+                    screened[name].append(ms)
+                rows.append({"kind": "time" if turn >= 0 else "screened", **row})
+                say("time" if turn >= 0 else "screened", **row)
         target.write_text(json.dumps(rows, indent=0))
     clock.process.terminate()
 

@@ -133,8 +133,8 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     for body in loops:
         under, total = exponentials_under_pv(body)
         assert total >= plan.block_k // 2  # 64 rows of block_k scores by 128 threads
-        if plan.pin:
-            assert under == total
+        if plan.pin:  # all weights, a half, a quarter, or the maxima alone, and what they shrink by
+            assert under >= (2 if plan.pin == 8 else total // plan.pin)
         calls = Counter(line.split()[0] for line in body)
         assert not any(call.startswith(("LDL", "STL")) for call in calls) or loose or spills
 

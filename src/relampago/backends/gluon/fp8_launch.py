@@ -115,7 +115,7 @@ def setting_of(
     masks = masks_of(len_q, len_k, kind, plan, pack, is_split)
     chained = bool(plan.chain) and not is_split and room(plan, d, e) <= SHARED
     constants = (
-        consumers, plan.block_k, d, e, pack, plan.stages, by, *masks, bool(plan.pingpong), bool(plan.pin),
+        consumers, plan.block_k, d, e, pack, plan.stages, by, *masks, plan.pingpong, plan.pin,
         is_split, plan.promote, chained, *host.REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)

@@ -236,8 +236,8 @@ def setting_of(
         masks.peeled or masks.looped
     )  # else a mask knows where each block lies
     constants = (
-        consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, bool(plan.pingpong),
-        bool(plan.pin), bool(plan.lazy), whole and shares(plan, *parts), is_split, turns,
+        consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, plan.pingpong,
+        plan.pin, plan.lazy, whole and shares(plan, *parts), is_split, turns,
         queue, *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)

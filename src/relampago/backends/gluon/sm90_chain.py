@@ -27,7 +27,7 @@ from relampago.backends.gluon.sm90_step import (
     wait_turn,
     weigh,
 )
-from relampago.backends.gluon.softmax import capped, finish, hide, pin, row_max
+from relampago.backends.gluon.softmax import LATER, capped, finish, hide, pin, row_max
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
@@ -145,6 +145,7 @@ def chain(
         q2 = q1
         if D2 > 0:
             q2 = rest_of(queries, place, ROWS, D2)
+        alpha = gl.full([ROWS], 1.0, gl.float32, R_L)
         free = None
         if LATE:
             free = queries.empty.index(place)
@@ -152,14 +153,16 @@ def chain(
         for left in range(tile.count - 1, 0, -1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
-                q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked,
-                seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
+            acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
+                q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
+                masked, seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY, free, left == 1,
             )  # fmt: skip
         if not SHARE and not LATE:
             mbarrier.arrive(queries.empty.index(place), count=1)
 
+        if LAZY == LATER:
+            acc1, acc2 = scaled(acc1, acc2, alpha, E2)
         turn += 1
         number = tile_of(turn, size, slots, SCHEDULE)
         last, last_row0 = tile, row0

@@ -48,7 +48,7 @@ from relampago.backends.gluon.sm90_step import (
     wait_turn,
     weigh_next,
 )
-from relampago.backends.gluon.softmax import LOG2E, capped, exp2, finish, finite, hide, row_max
+from relampago.backends.gluon.softmax import LATER, LOG2E, capped, exp2, finish, finite, hide, row_max
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
@@ -212,17 +212,20 @@ def consume_apart(
             l += gl.expand_dims(share, 1)
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
         p16 = gl.convert_layout(p.to(DT), P1, assert_trivial=True)
+        alpha = gl.full([ROWS], 1.0, gl.float32, R_L)
 
         # one loop, the mask under a branch that a whole warpgroup takes: two successive loops would make LLVM carry
         # the weights as single 16-bit values
         for _ in range(tile.count - 1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v = step(
-                q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked,
-                seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
+            acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
+                q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
+                masked, seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
+        if LAZY == LATER:
+            acc1, acc2 = scaled(acc1, acc2, alpha, E2)
         acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
         if not SHARE:
             mbarrier.arrive(queries.empty.index(WG), count=1)

@@ -137,7 +137,7 @@ def consume_apart(
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, E, BK)
         p8 = operand(p_words, P_L)
-        t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
+        t = weigh(p8, v, acc1, beta, 0, PARTS, W, O_L)
         mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L) * (1.0 / TIMES)
         inverse, rows_lse = finish(m, total, 1.0, extra.sinks, heads)

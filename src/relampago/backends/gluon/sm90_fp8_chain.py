@@ -124,7 +124,7 @@ def chain(
             wait_turn(WG, PINGPONG)
             s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
             v = receive(values, stage_v, phase_v, E, BK)
-            t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
+            t = weigh(p8, v, acc1, beta, 0, PARTS, W, O_L)
             give_turn((WG + 1) % WGS, PINGPONG)
             inverse = sums_of(l, m, tile, seen, size, extra, lse, 1.0, 1.0 / TIMES, PACK, R_L)
             tile = tile_at(number, turn, slots, size, band, extra, WGS, BK, PACK, SCHEDULE)
@@ -144,7 +144,7 @@ def chain(
             p_words = words(p)
         else:
             v = receive(values, stage_v, phase_v, E, BK)
-            t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
+            t = weigh(p8, v, acc1, beta, 0, PARTS, W, O_L)
             inverse = sums_of(l, m, tile, seen, size, extra, lse, 1.0, 1.0 / TIMES, PACK, R_L)
             t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
             acc1 = grown(acc1, t, beta, PARTS)

@@ -15,9 +15,9 @@ from relampago.backends.gluon.softmax import (
     capped,
     exp2,
     finite,
+    here,
     hide,
-    part_sum,
-    pin,
+    pinned,
     row_max,
 )
 from relampago.backends.gluon.tiles import ROWS
@@ -97,9 +97,12 @@ def operand(w, P_L: gl.constexpr):
 
 
 @gluon.jit
-def weigh(p8, v, acc, C: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, O_L: gl.constexpr):
-    """Part C of P·V under way: apart from acc, or, if PARTS is 0, onto it."""
-    if PARTS == 0:
+def weigh(
+    p8, v, acc, beta, C: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, O_L: gl.constexpr
+):  # fmt: skip
+    """Part C of P·V under way: apart from acc, or, if PARTS is 0, onto it. beta: what acc shrinks by before."""
+    if PARTS == 0:  # under the next scores: FlashAttention-3's RescaleOBeforeGemm
+        acc = acc * spread(here(beta), O_L)
         t = warpgroup_mma(p8, v.permute((1, 0)), acc, is_async=True)
     else:
         t = gl.zeros([ROWS, W], gl.float32, O_L)
@@ -132,14 +135,14 @@ def others(
 ):  # fmt: skip
     """The parts after the first, one at a time."""
     if PARTS >= 2:
-        t = weigh(p8, v, acc2, 1, PARTS, W, O_L)
+        t = weigh(p8, v, acc2, beta, 1, PARTS, W, O_L)
         t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
         acc2 = grown(acc2, t, beta, PARTS)
     if PARTS == 4:
-        t = weigh(p8, v, acc3, 2, PARTS, W, O_L)
+        t = weigh(p8, v, acc3, beta, 2, PARTS, W, O_L)
         t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
         acc3 = grown(acc3, t, beta, PARTS)
-        t = weigh(p8, v, acc4, 3, PARTS, W, O_L)
+        t = weigh(p8, v, acc4, beta, 3, PARTS, W, O_L)
         t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
         acc4 = grown(acc4, t, beta, PARTS)
     return acc2, acc3, acc4
@@ -181,9 +184,10 @@ def step(
     s = scores(q, q, keys, stage_k, k, BK, 0, S_L)
     v = receive(values, stage_v, phase_v, E, BK)
     p8 = operand(p_words, P_L)
-    t = weigh(p8, v, acc1, 0, PARTS, W, O_L)
-    give_turn((WG + 1) % WGS, PINGPONG)
+    t = weigh(p8, v, acc1, beta, 0, PARTS, W, O_L)
+    give_turn((WG + 1) % WGS, PINGPONG == 1)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    give_turn((WG + 1) % WGS, PINGPONG == 2)
     release(keys, stage_k)
     s = capped_scores(s, factor * sk, cap)
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
@@ -191,18 +195,14 @@ def step(
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
     p, m_new = weights(s, m, factor * sk, cap, S_L)
     alpha = exp2(m - finite(m_new))
-    sums = part_sum(p)
-    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    l = l * gl.expand_dims(alpha4, 1) + sums
-    if PIN:
-        l = pin(l)
+    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+    l = pinned(l * gl.expand_dims(alpha4, 1), p, PIN)
     t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+    give_turn((WG + 1) % WGS, PINGPONG == 3)
     acc1 = grown(acc1, t, beta, PARTS)
     acc2, acc3, acc4 = others(p8, v, acc2, acc3, acc4, beta, PARTS, W, O_L)
     release(values, stage_v)
     beta = alpha * (sv / sv_new)
-    if PARTS == 0:
-        acc1 = acc1 * spread(beta, O_L)
     p_words = words(p)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = advance(stage_v, phase_v, STAGES)

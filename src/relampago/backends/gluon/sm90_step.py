@@ -14,10 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.channel import receive, release, rest_of
 from relampago.backends.gluon.softmax import (
+    LATER,
+    SELDOM,
     Seen,
     capped,
     exp2,
     finite,
+    here,
     hide,
     part_sum,
     rescaled,
@@ -163,24 +166,28 @@ def opened(s, m, factor):
 
 @gluon.jit
 def step(
-    q1, q2, keys, values, acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v, k0, masked, seen, band, cap,
-    factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
+    q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0, masked, seen, band,
+    cap, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
     D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
     P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, ENDS: gl.constexpr,
     TABLES: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, free=None, last=False,
 ):  # fmt: skip
     """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter.
 
+    alpha: what O is still to be multiplied by, if LAZY says so (FlashAttention-3's RescaleOBeforeGemm); as returned.
     If there is `free`, a barrier, it is told as soon as the queries are not needed any more, in the step that is the
     `last`.
     """
     k = receive(keys, stage_k, phase_k, BK, D)
     wait_turn(WG, PINGPONG)
     s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
+    if LAZY == LATER:
+        acc1, acc2 = scaled(acc1, acc2, here(alpha), E2)
     acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
-    give_turn((WG + 1) % WGS, PINGPONG)
+    give_turn((WG + 1) % WGS, PINGPONG == 1)
     PARTS: gl.constexpr = (2 if E2 > 0 else 1) * (BK // values.tiles.shape[-3])
     s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
+    give_turn((WG + 1) % WGS, PINGPONG == 2)
     release(keys, stage_k)
     if free is not None:
         mbarrier.arrive(free, count=1, pred=last)
@@ -190,17 +197,18 @@ def step(
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
     p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
+    give_turn((WG + 1) % WGS, PINGPONG == 3)
     release_values(values, stage_v, phase_v, BK)
     p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
-    if LAZY:
+    if LAZY == SELDOM:
         acc1 = rescaled(acc1, alpha)
         if E2 > 0:
             acc2 = rescaled(acc2, alpha)
-    else:
+    elif LAZY != LATER:
         acc1, acc2 = scaled(acc1, acc2, alpha, E2)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
     stage_v, phase_v = next_values(values, stage_v, phase_v, BK)
-    return acc1, acc2, p16, m, l, stage_k, phase_k, stage_v, phase_v
+    return acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit

@@ -6,12 +6,15 @@ Functions that ptxas and LLVM would otherwise undo carry the reason; docs/hopper
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from relampago.backends.gluon.tiles import accumulator
 from relampago.backends.gluon.versions import aggregate
 from relampago.masks import rules
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 STALE = gl.constexpr(8.0)
+SELDOM = gl.constexpr(1)  # O is rescaled where a maximum grew much
+LATER = gl.constexpr(2)  # always, under the next scores
 
 visible = gluon.jit(rules.visible)
 
@@ -66,6 +69,14 @@ def pin(x):
 
 
 @gluon.jit
+def here(x):
+    """x, which LLVM may not use before this place: it would move a product to the end of the loop's last turn."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def row_max(s, R_L: gl.constexpr):
     """Maxima of rows. A tree over a thread's own elements: gl.max alone would be one chain of dependent steps."""
     M: gl.constexpr = s.shape[0]
@@ -86,6 +97,45 @@ def part_sum(p):
     """[M, 4]: sums over the elements of a row that one thread holds. The quad's four are added once, at the end."""
     x = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3)
     return gl.sum(x, axis=1)
+
+
+@gluon.jit
+def halves(x):
+    """A tile's columns in two halves, as WGMMA would hold them: a thread's registers, of which none moves."""
+    M: gl.constexpr = x.shape[0]
+    HALF: gl.constexpr = x.shape[1] // 2
+    L: gl.constexpr = accumulator(HALF)
+    low, high = gl.split(gl.permute(gl.reshape(x, [M, 2, HALF]), (0, 2, 1)))
+    low = gl.convert_layout(low, L, assert_trivial=True)
+    return low, gl.convert_layout(high, L, assert_trivial=True)
+
+
+@gluon.jit
+def plus(l, p):
+    """l and sums over the elements of a row of p that one thread holds."""
+    return l + gl.convert_layout(part_sum(p), l.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def pinned(l, p, PIN: gl.constexpr):
+    """l and the sums of p, and a fence that 1 / PIN of p must come before.
+
+    The fence needs l: of a sum of weights alone ptxas knows that it is not negative.
+    """
+    if PIN == 1:
+        l = pin(plus(l, p))
+    elif PIN == 2:
+        low, high = halves(p)
+        l = plus(pin(plus(l, low)), high)
+    elif PIN == 4:
+        low, high = halves(p)
+        low, middle = halves(low)
+        l = plus(plus(pin(plus(l, low)), middle), high)
+    elif PIN == 8:
+        l = plus(pin(l), p)
+    else:
+        l = plus(l, p)
+    return l
 
 
 @gluon.jit
@@ -163,20 +213,17 @@ def rescaled(acc, factor):
 def softmax(s, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr):
     """Algorithm 1, lines 9 and 10: weights of this block; m, l, and what earlier sums shrink by.
 
-    LAZY: a maximum that grew by less than STALE in base 2 stays (FlashAttention-4): weights reach 2^STALE then, which
-    the sums, in fp32, and a division at the end take as well as 1.
+    LAZY, if SELDOM: a maximum that grew by less than STALE in base 2 stays (FlashAttention-4): weights reach 2^STALE
+    then, which the sums, in fp32, and a division at the end take as well as 1.
     """
     m_new = gl.maximum(m, row_max(s, R_L))
-    if LAZY:
+    if LAZY == SELDOM:
         m_new = gl.where((m_new - m) * factor > STALE, m_new, m)
     shift = finite(m_new)
     alpha = exp2((m - shift) * factor)
     p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK]
-    sums = part_sum(p)
-    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    l = l * gl.expand_dims(alpha4, 1) + sums  # [64, 4]
-    if PIN:
-        l = pin(l)
+    alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+    l = pinned(l * gl.expand_dims(alpha4, 1), p, PIN)  # [64, 4]
     return p, m_new, l, alpha
 
 
