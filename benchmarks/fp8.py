@@ -64,11 +64,11 @@ VARIANTS: dict[int, dict[str, Plan]] = {
         f"promoted, turns {turns}, pin {pin}": _plan(
             128, 128, 4, 1, pingpong=turns, chain=1, pin=pin
         )
-        for turns, pin in ((1, 4), (1, 8), (2, 8), (2, 1), (3, 1), (3, 8))
+        for turns, pin in ((0, 1), (1, 8), (2, 8), (2, 1))
     },
     256: {
         f"turns {turns}, pin {pin}": _plan(128, 128, 2, 0, pingpong=turns, pin=pin)
-        for turns, pin in ((1, 1), (1, 2), (2, 1), (2, 8), (3, 1), (3, 8))
+        for turns, pin in ((0, 0), (1, 1), (1, 2), (2, 1), (2, 8))
     },
 }
 

@@ -62,7 +62,7 @@ HALVES = {"block_k": 128, "stages": 2, "halves": 1, "chain": 0}
 SELDOM, LATER = {"lazy": 1}, {"lazy": 2}
 LATER_ONES = {  # what of the softmax lies where, beside the products
     f"later, turns {turns}, pin {pin}": LATER | {"pingpong": turns, "pin": pin}
-    for turns, pin in ((1, 0), (2, 0), (1, 8), (2, 8), (3, 1))
+    for turns, pin in ((1, 0), (2, 0), (1, 8), (2, 8))
 }
 SOFTMAX = {
     f"turns {turns}, pin {pin}": {"pingpong": turns, "pin": pin}

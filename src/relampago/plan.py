@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from typing import Any
@@ -30,10 +31,11 @@ class Plan:
         fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
         split: 1 if dK and dV take a launch each, with twice the registers (GPU, large head dims).
         schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
-        pingpong: 1 if warpgroups take turns at issuing their products (gluon).
+        pingpong: whether warpgroups take turns at issuing their products (gluon): 1 the next may when they are issued, 2 when
+            S is there.
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
-        pin: how much of the softmax is pinned under the product before it: 1 all of it, 2 and 4 half and a quarter of the
-            weights at least, 8 the maxima; 0 what the compiler likes (gluon; costs a few instructions).
+        pin: how much of the softmax is pinned under the product before it: 1 all of it, 2 half of the weights at least, 8
+            the maxima; 0 what the compiler likes (gluon; costs a few instructions).
         lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2, 2 if always, but later, under the
             next scores (gluon).
         chain: 1 if the next tile's first scores are under way with this one's last product (gluon; see sm90_chain.py).
@@ -134,10 +136,15 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def first_match(archs: tuple[str, ...], kernel: str, p: Problem) -> Plan:
-    """The plan of the first row that matches, in the first of these tables that has the kernel."""
+def first_match(
+    archs: tuple[str, ...], kernel: str, p: Problem, allows: Callable[[Plan], bool] | None = None
+) -> Plan:
+    """The plan of the first row that matches, in the first of these tables that has the kernel.
+
+    allows: whether a plan may be taken; all may if it is not given.
+    """
     for arch in archs:
         for row in table(arch).get(kernel, ()):
-            if row.matches(p):
+            if row.matches(p) and (allows is None or allows(row.plan)):
                 return row.plan
     raise InvalidInput(f"no row of {archs} matches {kernel} for {p}")

