@@ -31,13 +31,13 @@ class Plan:
         fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
         split: 1 if dK and dV take a launch each, with twice the registers (GPU, large head dims).
         schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
-        pingpong: whether warpgroups take turns at issuing their products (gluon): 1 the next may when they are issued, 2 when
-            S is there.
+        pingpong: whether warpgroups take turns at issuing their products: 1 the next may when these are issued, 2 when
+            S is there (gluon).
         ahead: which products of the backward run a block ahead or late, in bits (gluon; see its sm90_backward.py).
-        pin: how much of the softmax is pinned under the product before it: 1 all of it, 2 half of the weights at least, 8
-            the maxima; 0 what the compiler likes (gluon; costs a few instructions).
-        lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2, 2 if always, but later, under the
-            next scores (gluon).
+        pin: how much of the softmax is pinned under the product before it: 1 all of it, 2 half of the weights at
+            least, 8 the maxima; 0 what the compiler likes (gluon; costs a few instructions).
+        lazy: 1 if sums are rescaled only when a maximum grew by more than 8 in base 2, 2 if always, but later, under
+            the next scores (gluon).
         chain: 1 if the next tile's first scores are under way with this one's last product (gluon; see sm90_chain.py).
         reach: MiB of keys and values that heads in flight share under a mask; 0: what fits the L2 cache (gluon).
         promote: in how many parts of the head dim FP8 products are added to sums in fp32, a block of keys at a time: 1,

@@ -408,7 +408,7 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         if text.startswith("bar.sync"):
             M.scheduler.pause(lambda: barrier.phase > phase)
         return None
-    assert "st.volatile" in text
+    assert "st.volatile" in text or text == "mov.b32 $0, $1;"  # fences, which change nothing
     return args[0]
 
 

@@ -42,20 +42,36 @@ KNOWS = frozenset(
     }
 )
 OLDEST = (3, 6)
+PTXAS_13 = (3, 9)  # the Triton that came with it
 SOFTCAP = softcap(1.0).fn
 FEW = 8  # rows of all heads of a group
 HELD = 64  # rows of a block whose dQ is held over several shards
 
 
 @functools.lru_cache(maxsize=1)
-def _refuse_triton() -> str | None:
+def _triton() -> str | None:
+    """The version that is installed."""
     for name in ("triton", "pytorch-triton"):  # as nightly builds of torch call it
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found = importlib.metadata.version(name)
-            if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-                return f"needs triton 3.6 or newer, got {found}"
-            return None
-    return "triton is not installed"
+            return importlib.metadata.version(name)
+    return None
+
+
+def _is_older(found: str, than: tuple[int, int]) -> bool:
+    return tuple(int(part) for part in found.split(".")[:2]) < than
+
+
+def _refuse_triton() -> str | None:
+    found = _triton()
+    if found is None:
+        return "triton is not installed"
+    return f"needs triton 3.6 or newer, got {found}" if _is_older(found, OLDEST) else None
+
+
+def compiles_well(plan: Plan) -> bool:
+    """Whether this Triton compiles the plan as it was measured: ptxas 13 serialises products by halves of a block."""
+    found = _triton()
+    return not plan.halves or found is None or _is_older(found, PTXAS_13)
 
 
 class GluonSm90:
@@ -163,15 +179,6 @@ class GluonSm90:
         if p.direction == "forward" and short:
             return f"leaves {rows} rows of a kv head to decoding kernels"
         return None
-
-
-def compiles_well(plan: Plan) -> bool:
-    """Whether this Triton's ptxas takes the plan as it was measured."""
-    if not plan.halves:
-        return True
-    from relampago.backends.gluon.versions import HALVES
-
-    return HALVES
 
 
 def _on(device: torch.device):

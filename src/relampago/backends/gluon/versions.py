@@ -15,6 +15,3 @@ if hasattr(gluon, "aggregate"):
     aggregate = gluon.aggregate
 else:
     aggregate = triton.language.core._aggregate
-
-# ptxas 13, which came with 3.9, runs out of registers for products by halves of a block, and serialises them
-HALVES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
