@@ -54,9 +54,9 @@ def prepare(
 ) -> Call:
     """Validate a call and lower it to what the ops take; k and v are a cache's own where one is given."""
     o = options
+    q, k, v = autocast(q, k, v)
     validate.tensors(q, k, v, packed=packing is not None, cached=cache is not None)
     validate.numbers(o.scale, o.softcap, o.dropout_p, o.window)
-    q, k, v = autocast(q, k, v)
     if cache is not None:
         if packing is None:
             batch, len_q = q.shape[0], q.shape[1]
@@ -142,7 +142,9 @@ def _backend(name: str | None) -> str | None:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as torch.autocast asks, where it is active."""
+    """Cast as torch.autocast asks, where it is active: also what differs, as q and k in fp32 from a rotary embedding."""
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (q, k, v)):
+        return q, k, v  # validation says what is wrong
     kind = q.device.type
     narrow = q.dtype not in (torch.float64, quant.E4M3)
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and narrow:

@@ -245,6 +245,16 @@ def test_autocast_casts_q_k_v_only() -> None:
     assert all(g.dtype == torch.float32 for g in grads)
 
 
+def test_autocast_takes_what_differs_in_dtype() -> None:
+    """As a rotary embedding leaves them: q and k in fp32, v in bf16. Without autocast that is refused."""
+    q, k, v = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = rl.attention(q, k, v.bfloat16())
+        assert torch.equal(out, rl.attention(q, k, v))
+    with pytest.raises(rl.InvalidInput, match="v has dtype"):
+        rl.attention(q, k, v.bfloat16())
+
+
 def test_activation_checkpointing_redraws_the_same_dropout() -> None:
     q, k, v = (t.requires_grad_() for t in make())
 
