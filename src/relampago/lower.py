@@ -142,7 +142,7 @@ def _backend(name: str | None) -> str | None:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as torch.autocast asks, where it is active: also what differs, as q and k in fp32 from a rotary embedding."""
+    """Cast as torch.autocast asks, where it is active: also what differs, as a rotary embedding's fp32 q and k."""
     if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (q, k, v)):
         return q, k, v  # validation says what is wrong
     kind = q.device.type

@@ -599,7 +599,12 @@ def run(launcher: Any, x: Arrays, plan: Plan, seed: int, multiprocessors: int = 
     """The forward by the kernel's source."""
     M.scheduler = Scheduler(seed)
     launcher.launch = launch
-    out, lse = launcher.forward(plan, x, multiprocessors)
+    try:
+        out, lse = launcher.forward(plan, x, multiprocessors)
+    except Deadlock:  # which a test may ask for: the next one begins at 0 all the same
+        if counters := launcher._COUNTERS.get(0):
+            counters.cells.zero_()
+        raise
     counters = launcher._COUNTERS.get(0)
     assert counters is None or not counters.cells.any(), "the counter was not set back"
     return out, lse
