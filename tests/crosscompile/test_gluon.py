@@ -53,7 +53,6 @@ def dims(row: Row) -> tuple[int, int]:
     return when.get("dim_max", when.get("dim", 256)), when.get("dim_v_max", when.get("dim_v", 256))
 
 
-HALVES_SPILLS = 32  # bytes: the first block's mask where values come by halves
 CHAIN_SPILLS = 32 if OLD else 64  # bytes: a tile's numbers while the next tile's are there too
 FOLDING = 480  # bytes: a tile of O is read, by its addresses, while the first scores are there
 
@@ -116,7 +115,7 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     """What holds of every variant; `spills` are bytes of a thread that may be, `outside` those outside main loops."""
     assert built.shared <= SHARED
     loose = not OLD
-    outside += CHAIN_SPILLS * plan.chain + HALVES_SPILLS * plan.halves
+    outside += CHAIN_SPILLS * plan.chain
     assert built.spills <= (NEWEST_SPILLS[plan.block_q] if loose else 0) + spills + outside
     said = assembler_says(built)
     assert "C75" not in said, said  # C7512: products are serialised; C7508: setmaxnreg is ignored
@@ -140,6 +139,11 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
         assert not any(call.startswith(("LDL", "STL")) for call in calls) or loose or spills
 
 
+def of_mask(plan: Plan, mask: str) -> int:
+    """Bytes that the first block's mask may spill where values come by halves and the last key is not a block's."""
+    return 32 if plan.halves and mask == "ragged" else 0
+
+
 def leads(row: Row) -> bool:
     """Whether it is the first one for its head dims, or for them under a mask: those after it differ in few things."""
     right = dict(row.when).get("right")
@@ -161,7 +165,9 @@ SIZED = [p for p in PAIRS if p.values[1] in ("full", "causal")]  # rows were not
 
 @pytest.mark.parametrize(("row", "mask"), spared(PAIRS, first_of_each(SIZED)))
 def test_rows_compile(monkeypatch, row, mask) -> None:
-    check(build(monkeypatch, row.plan, arrays(row, mask)), row.plan)
+    check(
+        build(monkeypatch, row.plan, arrays(row, mask)), row.plan, outside=of_mask(row.plan, mask)
+    )
 
 
 @pytest.mark.parametrize(("len_q", "len_k"), [(1, 1), pinned(1, 500), pinned(500, 1)])
@@ -218,13 +224,15 @@ def test_lazy_rescaling_is_a_branch(monkeypatch, dim, causal) -> None:
     ("dim", "dim_v", "mask"),
     [
         (64, 64, "causal"), pinned(96, 96, "full"), (128, 128, "causal"), pinned(128, 128, "ragged"),
-        pinned(192, 128, "causal"), (256, 256, "causal"),
+        pinned(192, 192, "full"), pinned(192, 128, "causal"), (256, 256, "causal"),
     ],
 )  # fmt: skip
 def test_tiles_that_follow_without_a_gap(monkeypatch, dim, dim_v, mask) -> None:
     """The next tile's scores and the last product of this one are under way together: one is waited for, not both."""
     row = next(r for r in TABLE if dims(r) == (dim, dim_v) and reaches(r, mask))
     plan = replace(row.plan, chain=1, schedule=2)
+    if plan.halves:  # which have no room for it
+        plan = replace(plan, halves=0, block_k=64)
     built = build(monkeypatch, plan, arrays(row, mask))
     check(built, plan)
     waits = [line for line in disassembled(built) if "WARPGROUP.DEPBAR" in line]
@@ -241,7 +249,7 @@ def test_values_by_halves(monkeypatch, mask, more) -> None:
     row = next(r for r in TABLE if dims(r) == (192, 192) and reaches(r, mask))
     plan = replace(row.plan, block_k=128, stages=2, halves=1, lazy=1, pin=0)
     plan = replace(plan, **more)
-    check(build(monkeypatch, plan, arrays(row, mask)), plan)
+    check(build(monkeypatch, plan, arrays(row, mask)), plan, outside=of_mask(plan, mask))
 
 
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:

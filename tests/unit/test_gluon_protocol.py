@@ -15,6 +15,7 @@ import pytest
 import torch
 from unit.pretended_gluon import FORWARD, Deadlock, launch, pretended, run
 
+from relampago.backends import gluon
 from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend
 from relampago.masks.rules import Band
@@ -22,7 +23,7 @@ from relampago.masks.spec import Document, Extent, resolve
 from relampago.merge import merge
 from relampago.mods import softcap
 from relampago.plan import Plan
-from relampago.problem import Arrays
+from relampago.problem import Arrays, Device, Problem
 
 INF = float("inf")
 
@@ -340,6 +341,18 @@ def test_values_by_halves(launcher, case, more) -> None:
     x = arrays(case)
     for seed in range(2):
         compare(x, run(launcher, x, replace(HALVES, **more), seed, multiprocessors=2))
+
+
+@pytest.mark.parametrize(("triton", "halves"), [("3.6.0", 1), ("3.9.1", 0), (None, 1)])
+def test_rows_by_halves_are_for_ptxas_12(monkeypatch, triton, halves) -> None:
+    """Triton 3.9 brings one that serialises their products: selection goes on to the rows after them."""
+    monkeypatch.setattr(gluon, "_triton", lambda: triton)
+    p = Problem(
+        device=Device("cuda", "sm90"), batch=4, heads_q=8, heads_kv=8, len_q=4096, len_k=4096, dim=192, dim_v=192,
+        dtype="bf16",
+    )  # fmt: skip
+    for right in (False, True):
+        assert gluon.GluonSm90().plan(replace(p, right=right)).halves == halves
 
 
 def test_values_by_halves_of_packed_sequences(launcher) -> None:

@@ -151,7 +151,7 @@ def decode() -> str:
 
 SHAPES = {(16, 1024): "16 × 1k", (4, 4096): "4 × 4k", (1, 16384): "1 × 16k", (1, 32768): "1 × 32k"}
 FORWARD = tuple(  # a cell is of the first that has it
-    f"h200/hopper-{run}.json" for run in ("softmax", "chain", "forward")
+    f"h200/hopper-{run}.json" for run in ("softmax", "halves", "chain", "forward")
 )
 WIDTH = 2048  # heads times dim
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
