@@ -4,9 +4,9 @@
     HOPPER_DIMS=192 python -m benchmarks.hopper experiments 200 fa3
 
 Each contestant is captured once as a CUDA graph; then come rounds, each in another order: a few with all variants, then
-HOPPER_ROUNDS (5) takes of HOPPER_TAKE (120) milliseconds with the fastest, the table's and the peers. The card's clock is read all
-the while, never set; FLOP a clock and multiprocessor stand beside the rate. The JSON is written after each cell, so
-that a run that is cut short leaves what it has.
+HOPPER_ROUNDS (5) takes of HOPPER_TAKE (120) milliseconds with the fastest, the table's and the peers. The card's clock
+is read all the while, never set; FLOP a clock and multiprocessor stand beside the rate. The JSON is written after each
+cell, so that a run that is cut short leaves what it has.
 """
 
 from __future__ import annotations

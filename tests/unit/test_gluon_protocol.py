@@ -266,18 +266,20 @@ CHAINED = {
 }
 
 
-@pytest.mark.parametrize("lazy", [0, 1])
+@pytest.mark.parametrize(("lazy", "pin", "turns"), [(0, 1, 1), (1, 2, 1), (2, 8, 2)])
 @pytest.mark.parametrize("queue", [1, 2])
 @pytest.mark.parametrize("case", CHAINED.values(), ids=CHAINED)
-def test_tiles_that_follow_without_a_gap(launcher, monkeypatch, case, queue, lazy) -> None:
+def test_tiles_that_follow_without_a_gap(
+    launcher, monkeypatch, case, queue, lazy, pin, turns
+) -> None:
     """With room for the queries of two tiles, and of one."""
     monkeypatch.setattr(launcher, "chained", lambda *_: queue)
     launcher.setting_of.cache_clear()
-    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=lazy, pin=1, chain=1)
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=lazy, pin=pin, chain=1)
     for seed in range(2):
         x = arrays(case)
-        turns = replace(plan, pingpong=seed)
-        compare(x, run(launcher, x, turns, seed, multiprocessors=2))
+        by_turns = replace(plan, pingpong=seed * turns)
+        compare(x, run(launcher, x, by_turns, seed, multiprocessors=2))
     x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
     compare(x, run(launcher, x, plan, 0, multiprocessors=2))
     launcher.setting_of.cache_clear()
@@ -334,7 +336,9 @@ BY_HALVES = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, {"pingpong": 1}, {"lazy": 1, "pin": 1}, {"schedule": 0}])
+@pytest.mark.parametrize(
+    "more", [{}, {"pingpong": 2}, {"lazy": 1, "pin": 1}, {"lazy": 2, "pin": 8}, {"schedule": 0}]
+)
 @pytest.mark.parametrize("case", BY_HALVES.values(), ids=BY_HALVES)
 def test_values_by_halves(launcher, case, more) -> None:
     """Values in tiles of half a block's keys, three for two blocks of keys."""
