@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -88,9 +89,9 @@ def prepare(
     invariant = defaults.invariant(o.batch_invariant)
     facts = Facts(
         scale=None if o.scale is None else constant(o.scale),
-        left=seen.left,
-        right=seen.right,
-        prefix=seen.prefix,
+        left=_index(seen.left),
+        right=_index(seen.right),
+        prefix=_index(seen.prefix),
         block=None if seen.blocks is None else seen.blocks.block,
         mods=tuple(mod.token for mod in mods),
         dropout_p=constant(o.dropout_p),
@@ -133,6 +134,11 @@ def _out_dtype(q: Tensor, shard: bool) -> str | None:
     if shard:
         return "float64" if q.dtype == torch.float64 else "float32"
     return "bfloat16" if q.dtype == quant.E4M3 else None
+
+
+def _index(x: int | None) -> int | None:
+    """A plain int, also of one that torch.compile made symbolic: a window that another call had otherwise."""
+    return None if x is None else operator.index(x)
 
 
 def _backend(name: str | None) -> str | None:

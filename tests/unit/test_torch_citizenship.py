@@ -110,20 +110,34 @@ def test_compile_fullgraph_forward_and_backward() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("option", ["scale", "softcap"])
+NUMBERS = {
+    "scale": ((0.5, 0.7, 0.9), lambda number: {"causal": True, "scale": number}),
+    "softcap": ((0.5, 0.7, 0.9), lambda number: {"causal": True, "softcap": number}),
+    "left": ((4, 6, 8), lambda number: {"window": (number, 0)}),
+    "right": ((4, 6, 8), lambda number: {"window": (3, number)}),
+    "prefix": ((4, 6, 8), lambda number: {"mask": rl.Prefix(number) & rl.Window(9, None)}),
+}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
 def test_compile_takes_another_number_in_each_call(option: str) -> None:
     """From the second on Dynamo has a symbol for it."""
     torch._dynamo.reset()
     q, k, v = make()
+    numbers, options = NUMBERS[option]
 
     def fn(q, k, v, number):
-        return rl.attention(q, k, v, causal=True, **{option: number}) * 2
+        return rl.attention(q, k, v, **options(number)) * 2
 
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-    for number in (0.5, 0.7, 0.9):
+    for number in numbers:
         torch.testing.assert_close(compiled(q, k, v, number), fn(q, k, v, number))
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_a_number_without_bound_is_refused(option: str) -> None:
     with pytest.raises(rl.InvalidInput, match=f"{option} is inf"):
-        fn(q, k, v, float("inf"))
+        rl.attention(*make(), **{option: float("inf")})
 
 
 def test_compile_dynamic_lengths_without_recompiling() -> None:
