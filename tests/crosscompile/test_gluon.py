@@ -24,7 +24,7 @@ from crosscompile.offline import Built, Recorder, assembler_says, disassembled, 
 from crosscompile.sample import first_of_each, pinned, spared
 
 from relampago.backends.gluon import compiles_well, launch
-from relampago.backends.gluon.sm90_step import FIRST_TURN
+from relampago.backends.gluon.named import TURNS
 
 SHARED = 227 * 1024
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -121,7 +121,7 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     assert "C75" not in said, said  # C7512: products are serialised; C7508: setmaxnreg is ignored
     ptx = built.asm["ptx"]
     named = {int(n) for n in re.findall(r"(?:barrier|bar)\.sync\s+(\d+)", ptx)}
-    assert max(named) < FIRST_TURN.value  # Triton's own barriers and ours are not the same
+    assert max(named) < TURNS.value  # Triton's own barriers and ours are not the same
     budget = sorted(
         {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
     )

@@ -21,7 +21,7 @@ from relampago.problem import Arrays
 
 # The forward's modules, to be imported anew with the pretended Gluon, an importer after what it imports.
 FORWARD = (
-    "versions", "channel", "tiles", "held", "softmax", "producer", "sm90_step", "sm90_results", "sm90_chain",
+    "versions", "named", "channel", "tiles", "held", "softmax", "producer", "sm90_step", "sm90_results", "sm90_chain",
     "sm90_forward",
 )  # fmt: skip
 
@@ -228,17 +228,18 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A hardware barrier of two warpgroups, of which one may arrive without waiting."""
+    """A hardware barrier of so many partitions, of which some may arrive without waiting."""
 
-    def __init__(self) -> None:
-        self.arrived = self.phase = 0
+    def __init__(self, most: int) -> None:
+        self.phase, self.most = 0, most
+        self.arrived: set[int] = set()
 
     def arrive(self) -> int:
-        mine = self.phase
-        self.arrived += 1
-        assert self.arrived <= 2
-        if self.arrived == 2:
-            self.arrived, self.phase = 0, self.phase + 1
+        mine, who = self.phase, threading.get_ident()
+        assert who not in self.arrived, "a partition counts twice"
+        self.arrived.add(who)
+        if len(self.arrived) == self.most:
+            self.arrived, self.phase = set(), self.phase + 1
         return mine
 
 
@@ -403,7 +404,9 @@ def _assembly(text: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if "vote.sync" in text:
         return args[0] * args[1]
     if text.startswith("bar."):
-        barrier = M.here.named.setdefault(args[0], NamedBarrier())
+        most = -(-int(re.search(r", (\d+);", text)[1]) // 128)  # the producer is a warp
+        barrier = M.here.named.setdefault(args[0], NamedBarrier(most))
+        assert barrier.most == most
         phase = barrier.arrive()
         if text.startswith("bar.sync"):
             M.scheduler.pause(lambda: barrier.phase > phase)
@@ -591,7 +594,7 @@ def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:
         kernel(*map(as_pointer, args))
     if M.here.threads:
         M.scheduler.run(M.here.threads)
-    left = [b.arrived for named in M.here.named_all for b in named.values()]
+    left = [len(b.arrived) for named in M.here.named_all for b in named.values()]
     assert not any(left), "a named barrier is left half full"
 
 

@@ -139,19 +139,20 @@ MORE = {
 }
 PLANS = {
     f"{('grid', 'static', 'dynamic')[schedule]}-{rows}x{keys}-{stages}-{'turns' if turns else 'free'}"
-    f"{'-chained' if chain else ''}": Plan(
-        block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns, chain=chain
+    f"{'-chained' if chain else ''}{'-named' if named else ''}": Plan(
+        block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns, chain=chain,
+        named=named,
     )
-    for schedule, rows, keys, stages, turns, chain in (
-        (0, 128, 128, 2, 1, 0),
-        (1, 192, 128, 4, 0, 0),
-        (2, 128, 128, 2, 0, 0),
-        (2, 128, 128, 2, 1, 0),
-        (2, 192, 64, 1, 1, 0),
-        (2, 192, 128, 4, 0, 0),
-        (2, 128, 128, 2, 1, 1),
-        (1, 128, 64, 1, 0, 1),
-        (2, 192, 128, 3, 0, 1),
+    for schedule, rows, keys, stages, turns, chain, named in (
+        (0, 128, 128, 2, 1, 0, 0),
+        (1, 192, 128, 4, 0, 0, 1),
+        (2, 128, 128, 2, 0, 0, 0),
+        (2, 128, 128, 2, 1, 0, 0),
+        (2, 192, 64, 1, 1, 0, 1),
+        (2, 192, 128, 4, 0, 0, 0),
+        (2, 128, 128, 2, 1, 1, 1),
+        (1, 128, 64, 1, 0, 1, 0),
+        (2, 192, 128, 3, 0, 1, 1),
     )
 }  # fmt: skip
 
@@ -285,14 +286,17 @@ def test_tiles_that_follow_without_a_gap(
     launcher.setting_of.cache_clear()
 
 
+@pytest.mark.parametrize("named", [0, 1])
 @pytest.mark.parametrize("queue", [1, 2])
-def test_a_missing_release_between_tiles_is_a_deadlock(launcher, monkeypatch, queue) -> None:
+def test_a_missing_release_between_tiles_is_a_deadlock(
+    launcher, monkeypatch, queue, named
+) -> None:
     """Of the keys and values that the next tile's first scores and this one's last product read."""
     kernel = sys.modules["relampago.backends.gluon.sm90_chain"]
     monkeypatch.setattr(kernel, "release", lambda ring, stage: None)
     monkeypatch.setattr(launcher, "chained", lambda *_: queue)
     launcher.setting_of.cache_clear()
-    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, chain=1)
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, chain=1, named=named)
     with pytest.raises(Deadlock):
         run(launcher, arrays(CHAINED["causal"]), plan, 0, multiprocessors=2)
     launcher.setting_of.cache_clear()
@@ -337,7 +341,7 @@ BY_HALVES = {
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"pingpong": 2}, {"lazy": 1, "pin": 1}, {"lazy": 2, "pin": 8}, {"schedule": 0}]
+    "more", [{}, {"pingpong": 2}, {"lazy": 1, "pin": 1, "named": 1}, {"lazy": 2, "pin": 8}, {"schedule": 0}]
 )
 @pytest.mark.parametrize("case", BY_HALVES.values(), ids=BY_HALVES)
 def test_values_by_halves(launcher, case, more) -> None:
@@ -416,7 +420,7 @@ def test_partial_results_in_fp32_and_folded(launcher, name) -> None:
 
 HOLDING = {
     "128": PLANS["dynamic-128x128-2-turns"],
-    "192": PLANS["static-192x128-4-free"],
+    "192": PLANS["static-192x128-4-free-named"],
     "lazy": Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1),
 }
 

@@ -23,7 +23,16 @@ from relampago.backends.gluon.boxes import (
     steps_fit,
 )
 from relampago.backends.gluon.combine import LINES, combine
-from relampago.backends.gluon.sizes import ROWS, SHARED, Kind, Sides, masks_of, pack_of, size_of
+from relampago.backends.gluon.sizes import (
+    ROWS,
+    SHARED,
+    Kind,
+    Sides,
+    is_named,
+    masks_of,
+    pack_of,
+    size_of,
+)
 from relampago.backends.gluon.sm90_fp8 import attend_fp8
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -116,7 +125,7 @@ def setting_of(
     chained = bool(plan.chain) and not is_split and room(plan, d, e) <= SHARED
     constants = (
         consumers, plan.block_k, d, e, pack, plan.stages, by, *masks, plan.pingpong, plan.pin,
-        is_split, plan.promote, chained, *host.REGISTERS[consumers],
+        is_split, plan.promote, chained, is_named(plan), *host.REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
     return host.Setting(

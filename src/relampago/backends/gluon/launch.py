@@ -35,6 +35,7 @@ from relampago.backends.gluon.sizes import (
     Sides,
     Size,
     chained,
+    is_named,
     masks_of,
     pack_of,
     shares,
@@ -238,7 +239,7 @@ def setting_of(
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, plan.pingpong,
         plan.pin, plan.lazy, whole and shares(plan, *parts), is_split, turns,
-        queue, *REGISTERS[consumers],
+        queue, is_named(plan), *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out)

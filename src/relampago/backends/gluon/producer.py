@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.channel import send
+from relampago.backends.gluon.channel import await_free, collect, send
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
@@ -53,7 +53,7 @@ def send_values(
             stage, phase = advance(stage, phase, SLOTS_V)
             send(values, v_desc, stage, phase, at, k0 + HALF, g, PACKED, v_rest)
     else:
-        mbarrier.wait(values.empty.index(stage), phase)
+        await_free(values, stage, phase)
         bar = values.full.index(stage)
         mbarrier.expect(bar, v_desc.block_type.nbytes)
         if PACKED:
@@ -138,3 +138,5 @@ def produce(
             turn += 1
     if SCHEDULE == DYNAMIC:
         send_end(slots, turn)
+    collect(keys)
+    collect(values)

@@ -36,6 +36,7 @@ from relampago.backends.gluon.channel import (
     send,
 )
 from relampago.backends.gluon.held import as_held
+from relampago.backends.gluon.named import PAIR, RINGS, arrive, sync
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
@@ -63,8 +64,6 @@ from relampago.backends.gluon.tiles import (
     send_number,
     tile_of,
 )
-
-MEET = gl.constexpr(8)  # named barriers from here on; Triton uses the first
 
 
 @gluon.jit
@@ -128,15 +127,9 @@ def meet(met, buffer, cycle, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.con
     """Until both warpgroups have stored their dS in a buffer."""
     if NAMED:
         if LATE:  # the other one has arrived, this one long since
-            gl.inline_asm_elementwise(
-                "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEET + buffer * 2 + (1 - WG)],
-                dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            sync(RINGS + buffer * 2 + (1 - WG), PAIR)
         else:
-            gl.inline_asm_elementwise(
-                "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEET + buffer], dtype=gl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
+            sync(RINGS + buffer, PAIR)
     else:
         mbarrier.wait(met.index(buffer), cycle & 1)
 
@@ -146,10 +139,7 @@ def stored(met, buffer, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexp
     """Tell the other warpgroup that this one's dS is in a buffer."""
     if NAMED:
         if LATE:
-            gl.inline_asm_elementwise(
-                "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [MEET + buffer * 2 + WG],
-                dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            arrive(RINGS + buffer * 2 + WG, PAIR)
     else:
         mbarrier.arrive(met.index(buffer), count=1)
 

@@ -25,12 +25,14 @@ from relampago.backends.gluon.channel import (
     Channel,
     barriers,
     channel,
+    offer,
     receive,
     release,
     rest_of,
     tiles_of,
 )
 from relampago.backends.gluon.held import block_at, load_block, store_block
+from relampago.backends.gluon.named import RINGS
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.sm90_chain import consume_chained
@@ -282,6 +284,8 @@ def consume(
     CHAIN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
+    offer(keys)
+    offer(values)
     if CHAIN > 0:
         consume_chained(
             queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS, BK, D, D2,
@@ -306,13 +310,13 @@ def attend(
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
     PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
-    CHAIN: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+    CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
     key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles
-    of queries in `sm90_chain`, or 0. The default partition takes the registers that the others leave.
+    of queries in `sm90_chain`, or 0. NAMED: whether rings have named barriers. The default partition takes the registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
@@ -321,10 +325,10 @@ def attend(
     band = Sides(offset, left, right, prefix)
     queue: gl.constexpr = CHAIN if CHAIN > 0 else 1
     queries = channel(q_desc, queue * WGS, 1, q_rest)
-    keys = channel(k_desc, STAGES, WGS, k_rest)
+    keys = channel(k_desc, STAGES, WGS, k_rest, RINGS if NAMED else 0)
     # by halves of a block there is a tile more, so that half of the next block's values come early
     SLOTS_V: gl.constexpr = STAGES + 1 if v_desc.block_shape[-3] < BK else STAGES
-    values = channel(v_desc, SLOTS_V, WGS, v_rest)
+    values = channel(v_desc, SLOTS_V, WGS, v_rest, RINGS + STAGES if NAMED else 0)
     results = queries
     WIDE: gl.constexpr = extra.wide is not None
     if not SHARE and not SPLIT and not WIDE:

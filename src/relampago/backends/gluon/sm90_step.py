@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.channel import receive, release, rest_of
+from relampago.backends.gluon.named import PAIR, TURNS, arrive, sync
 from relampago.backends.gluon.softmax import (
     LATER,
     SELDOM,
@@ -30,7 +31,6 @@ from relampago.backends.gluon.softmax import (
 from relampago.backends.gluon.tiles import ROWS, table_at
 from relampago.masks import rules
 
-FIRST_TURN = gl.constexpr(8)  # named barriers 8 to 10 order the warpgroups; Triton uses the first
 BIG = gl.constexpr(2147483647)
 
 full_range = gluon.jit(rules.full_range)
@@ -41,20 +41,14 @@ advance = gluon.jit(schedule.advance)
 def wait_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
     """Until the warpgroup before this one has issued its products."""
     if PINGPONG:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+        sync(TURNS + WG, PAIR)
 
 
 @gluon.jit
 def give_turn(WG: gl.constexpr, PINGPONG: gl.constexpr):
     """Let warpgroup WG issue its products."""
     if PINGPONG:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [WG + FIRST_TURN], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+        arrive(TURNS + WG, PAIR)
 
 
 @gluon.jit
