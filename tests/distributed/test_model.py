@@ -7,6 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from relampago.cli import app
+from relampago.cli.report import tables
+from relampago.cli.report.results import load
 from relampago.distributed.cost import Sizes, sent
 from relampago.distributed.exchange import Scores
 from relampago.distributed.model import MACHINES, Shape, plans, rank_strategies
@@ -35,6 +37,37 @@ def test_with_free_links_only_balance_counts(size) -> None:
         assert even.efficiency == pytest.approx((1, 1), abs=0.02)
     skewed = modelled("ring", size, length, causal=True, layout="contiguous")
     assert skewed.efficiency[0] == pytest.approx(size / (2 * size - 1), rel=0.02)
+
+
+MEASURED = load("h200/ring-one-gpu.json")
+APART = 0.07  # one device's own forward on 64k tokens in that file: 50.8 ms in one row, 54.3 in the other
+CARD = MACHINES["h200"]._replace(fast=1e30, slow=1e30, latency=0.0, name="an H200 without links")
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: f"{row['ranks']} ranks")
+def test_the_model_says_what_one_card_measured(row) -> None:
+    """One call on the whole, and the steps of all virtual ranks together: computing, no links."""
+    for ranks, times in (
+        (1, {way: row["one_ms"][way] for way in ("forward", "backward")}),
+        (row["ranks"], {way: row["sum"][f"{way}_ms"] for way in ("forward", "backward")}),
+    ):
+        found = modelled(row["strategy"], ranks, row["tokens"], machine=CARD, causal=True)
+        for way, measured in times.items():
+            said = getattr(found, way) * 1e3 * ranks
+            assert said == pytest.approx(measured, rel=APART), (ranks, way)
+
+
+def test_the_machine_is_the_measured_one() -> None:
+    """Rates of the long causal shape in the sweeps, each of another day and with 16 heads on 16; memory."""
+    where = (1, 32768)
+    forward = tables.forward_rates(tables.FORWARD[0])["ours", 128, 128, True, *where]
+    backward = tables.backward_rates(tables.BACKWARD_RUNS[0])
+    best = backward[128, 1, *where, tables.BACKWARD[128, 1][1]]
+    machine = MACHINES["h200"]
+    assert machine.forward / 1e12 == pytest.approx(forward, rel=0.1)
+    assert machine.backward / 1e12 == pytest.approx(best, rel=0.1)
+    (gpu,) = load("h200/train-step.json")["machine"]["gpus"]
+    assert machine.memory == pytest.approx(gpu["memory"], rel=1e-3)
 
 
 def test_bytes_and_calls_are_those_of_the_plan() -> None:

@@ -50,11 +50,13 @@ class Machine(NamedTuple):
     launch: float = 8e-6
 
 
-# h200: FLOP/s and memory as in benchmarks/results/h200; links 80 % of nominal NVLink 4 and 400 Gb/s (not measured).
+# h200: FLOP/s of one call on 64k tokens, the mean of both rows of benchmarks/results/h200/ring-one-gpu.json (forward 692
+# and 648e12, backward 506 and 522e12); bytes of memory as torch reports them (h200/train-step.json); bytes/s as decoding
+# reaches them (h200/decode-sweep.json); links 80 % of nominal NVLink 4 and 400 Gb/s (not measured).
 # h100: H200's kernels (the chip is the same), less memory. cpu: two threads and gloo on one host, as in research.
 MACHINES = {
-    "h200": Machine("h200", 700e12, 370e12, 4.4e12, 141e9, 8, 360e9, 40e9),
-    "h100": Machine("h100", 700e12, 370e12, 3.0e12, 80e9, 8, 360e9, 40e9),
+    "h200": Machine("h200", 670e12, 514e12, 4.4e12, 150.1e9, 8, 360e9, 40e9),
+    "h100": Machine("h100", 670e12, 514e12, 3.0e12, 80e9, 8, 360e9, 40e9),
     "cpu": Machine("cpu", 0.1e12, 0.08e12, 10e9, 16e9, 1 << 30, 0.8e9, 0.8e9, 300e-6, 100e-6),
 }
 
