@@ -50,8 +50,8 @@ class Machine(NamedTuple):
     launch: float = 8e-6
 
 
-# h200: FLOP/s of one call on 64k tokens, the mean of both rows of benchmarks/results/h200/ring-one-gpu.json (forward 692
-# and 648e12, backward 506 and 522e12); bytes of memory as torch reports them (h200/train-step.json); bytes/s as decoding
+# h200: FLOP/s of one call on 64k tokens, the mean of both rows of benchmarks/results/h200/ring-one-gpu.json (forward
+# 692 and 648e12, backward 506 and 522e12); memory as torch reports it (h200/train-step.json); bytes/s as decoding
 # reaches them (h200/decode-sweep.json); links 80 % of nominal NVLink 4 and 400 Gb/s (not measured).
 # h100: H200's kernels (the chip is the same), less memory. cpu: two threads and gloo on one host, as in research.
 MACHINES = {
