@@ -16,6 +16,8 @@ from relampago import validate
 from relampago.backends import Holding
 from relampago.derivatives import run
 from relampago.lower import prepare
+from relampago.measure import forward_max
+from relampago.merge import fold_
 from relampago.op import (
     accumulate_backward_op,
     accumulate_op,
@@ -35,6 +37,7 @@ def partial(
     *,
     offset: int | None = None,
     into: tuple[Tensor, Tensor] | None = None,
+    top: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention to one shard of the keys, to be combined by `merge`: the brick of ring attention and split-KV.
@@ -47,6 +50,7 @@ def partial(
             evaluated there, so that a shard sees what the whole would show it.
         into: (out, lse) that other shards gave these rows. This shard is merged into them in place, on GPUs within
             the kernel; they are what is returned. Out's and LSE's last dimensions must be contiguous.
+        top: (B, H), raised in place to each head's largest logit in this shard, as `return_max_logits` of `attention`.
         options: those of `attention` (without return_lse). Give sinks to one shard only.
 
     Returns:
@@ -59,12 +63,27 @@ def partial(
     """
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
     if into is None:
-        return run(*call)
+        return run(*call) if top is None else _raising(top, call)
     shapes = {"out": (*q.shape[:3], v.shape[3]), "lse": (q.shape[0], q.shape[2], q.shape[1])}
     found = {"out": into[0], "lse": into[1]}
     validate.into(found, shapes, q, k, v, call.bias, call.sinks, *call.mod_args)
-    accumulate_op(*into, False, *call)
+    _add(into, top, call)
     return into
+
+
+def _raising(top: Tensor, call: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a validated call; `top` rises to its largest logits."""
+    out, lse, found = forward_max(*call)
+    torch.maximum(top, found, out=top)
+    return out, lse
+
+
+def _add(into: tuple[Tensor, Tensor], top: Tensor | None, call: Any) -> None:
+    """Merge a validated call's result into others; no kernel does that and looks for the largest logits at once."""
+    if top is None:
+        accumulate_op(*into, False, *call)
+    else:
+        fold_(*into, *_raising(top, call))
 
 
 def partial_backward(
@@ -140,6 +159,7 @@ class Merged:
         v: its values.
         rows: which rows each shard to come will be given, in order; only if the first are all of them, and all begin
             and end where blocks do, can a backend hold them.
+        top: as in `partial`, of all shards; no backend holds rows then.
         options: what is the same for all shards.
 
     Raises:
@@ -148,15 +168,15 @@ class Merged:
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[slice], **options: Any
-    ) -> None:
-        self.q, self.options = q, options
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[slice], *, top: Tensor | None = None, **options: Any
+    ) -> None:  # fmt: skip
+        self.q, self.top, self.options = q, top, options
         self._x, facts = gather(prepare(q, k, v, Options(**options), shard=True))
         self._how = problem, backend, plan = decide(self._x, facts)
         self._held: HeldOut | None = None
         self._plain: tuple[Tensor, Tensor] | None = None
         every = slice(0, q.shape[1])
-        if isinstance(backend, Holding) and rows and rows[0] == every:
+        if top is None and isinstance(backend, Holding) and rows and rows[0] == every:
             held = backend.hold_out(problem, plan, self._x)
             fits = held is not None and all(_fits(r, held.unit, every.stop) for r in rows)
             self._held = held if fits else None
@@ -172,10 +192,10 @@ class Merged:
         if self._held is not None:
             accumulate_op(*self._held.part(rows.start, rows.stop), anew, *call)
         elif anew and rows == slice(0, self.q.shape[1]):
-            self._plain = run(*call)
+            self._plain = run(*call) if self.top is None else _raising(self.top, call)
         else:
             out, lse = self._rest()
-            accumulate_op(out[:, rows], lse[:, :, rows], False, *call)
+            _add((out[:, rows], lse[:, :, rows]), self.top, call)
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out (B, Lq, H, E) in a dtype, LSE (B, H, Lq)), the sinks taken in."""

@@ -30,7 +30,7 @@ def test_the_ops_are_good_citizens() -> None:
     plan = ContextParallelPlan(1, 12, strategy="ring")
     q, k, v = (t.requires_grad_() for t in tensors(length=12, dim=4, dim_v=4, batch=1))
     sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    text = repr((tuple(Sight.of(12, causal=True)), tuple(Scores())))
+    text = repr((tuple(Sight.of(12, causal=True)), tuple(Scores()), True))
     op = torch.ops.relampago.context_forward.default
     torch.library.opcheck(op, (q, k, v, sinks, plan.token, text))
 

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import relampago as rl
+from relampago import statistics as alone
 from relampago.cache import KVCache
-from relampago.distributed import ContextParallelPlan, RankFailure, attention
+from relampago.distributed import ContextParallelPlan, RankFailure, attention, statistics
 from relampago.distributed import ring_flash_attn as names
 from relampago.distributed.context import context_parallel, unshard_buffers
 from relampago.distributed.cost import Sizes, sent
@@ -139,6 +140,51 @@ def shards():
     mine[:, plan.positions()] = plan.shard(2 * weight)
     assert torch.equal(x.grad, mine)
     raises(InvalidInput, "local has", lambda: plan.unshard(x))
+
+
+def measured(plan, **options):
+    """Statistics over a plan against those of whole tensors."""
+
+    def same(got, want):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    q, k, v = tensors(plan.length)
+    local = [plan.shard(t) for t in (q, k)]
+    want = alone.rows(q, k, **options)
+    _, top = attention(*local, plan.shard(v), plan=plan, return_max_logits=True, **options)
+    same(top, want.max_logits)
+    found = statistics.rows(*local, plan=plan, **options)
+    same(found.max_logits, top)
+    same(found.entropy, plan.shard(want.entropy, 2))
+    for more in ({}, {"lse": found.lse, "last": 9}):
+        sums = statistics.column_sums(*local, plan=plan, **more, **options)
+        whole = alone.column_sums(q, k, last=more.get("last"), **options)
+        same(sums, plan.shard(whole, 2))
+    rows = [-1, 20]
+    some = statistics.weights(*local, rows, plan=plan, **options)
+    same(some, plan.shard(alone.weights(q, k, rows, **options), 3))
+    best, keys = statistics.top_keys(*local, rows, 4, plan=plan, **options)
+    heaviest, index = alone.top_keys(q, k, rows, 4, **options)
+    same(best, heaviest)
+    assert torch.equal(keys, index)
+
+
+def statistics_of_shards():
+    """Over two processes, four, and a mesh; then a rank that asks for something else."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    for group, strategy in (
+        (pairs[RANK // 2], "ring"), (pairs[RANK // 2], "ulysses"), (dist.group.WORLD, "allgather"),
+        (dist.group.WORLD, "halo"), (mesh, "usp"),
+    ):  # fmt: skip
+        plan = ContextParallelPlan(group, LENGTH, strategy=strategy)
+        measured(plan, causal=True)
+        measured(plan, causal=True, window=(9, None), softcap=2.0, sinks=sinks)
+    plan = ContextParallelPlan(dist.group.WORLD, LENGTH)
+    q, k, _ = (plan.shard(t) for t in tensors())
+    rows = [3, 5 if RANK == 1 else 4]
+    raises(InvalidInput, "calls with", lambda: statistics.weights(q, k, rows, plan=plan))
 
 
 def bad_inputs():
@@ -368,9 +414,9 @@ def dying():
 
 
 CHECKS = (
-    strategies, documents, meshes, subgroups, half_precision, traffic, shards, bad_inputs, one_rank_is_wrong, compiled,
-    checkpoints, managed, ring_flash_attn_names, ring_flash_attn_varlen_names, decoding, transformers_adapter,
-    hanging, dying,
+    strategies, documents, meshes, subgroups, half_precision, traffic, shards, statistics_of_shards, bad_inputs,
+    one_rank_is_wrong, compiled, checkpoints, managed, ring_flash_attn_names, ring_flash_attn_varlen_names, decoding,
+    transformers_adapter, hanging, dying,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ reduce-scatter, and the same digits in each run.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -79,45 +80,40 @@ class Stream:
 
 
 def forward(
-    layout: Layout,
-    members: int,
-    sight: Sight,
-    link: Transport,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-    heads: int,
-    step: str,
-) -> Program:
-    """Returns the `Output`, before sinks; `heads` kv heads at a time."""
-    dim, group = q.shape[-1], q.shape[2] // k.shape[2]
-    pieces = pieces_of(layout, members, link.rank, sight)
-    total = Output(q, v.shape[-1])
+    layout: Layout, members: int, sight: Sight, link: Transport, q: Tensor, k: Tensor, v: Tensor, scores: Scores,
+    heads: int, step: str, top: Tensor | None = None,
+) -> Program:  # fmt: skip
+    """Returns the `Output`, before sinks; `heads` kv heads at a time; `top` (B, H) rises to the largest logits."""
+    dim, total = q.shape[-1], Output(q, v.shape[-1])
+
+    def put(of: slice, piece: Piece, kv: Tensor) -> None:
+        out, lse = partial(
+            q[:, piece.rows, of], kv[..., :dim], kv[..., dim:], top=None if top is None else top[:, of],
+            **piece.options(q.device), **scores._asdict(),
+        )  # fmt: skip
+        total.put(piece.rows, of, out, lse)
+
+    group = q.shape[2] // k.shape[2]
+    yield from visit(layout, members, sight, link, k, v, group, put, heads, step)
+    return total
+
+
+def visit(
+    layout: Layout, members: int, sight: Sight, link: Transport, k: Tensor, v: Tensor, group: int,
+    each: Callable[[slice, Piece, Tensor], None], heads: int, step: str,
+) -> Program:  # fmt: skip
+    """Each piece is given its query heads, of which `group` share a kv head, and the keys and values it sees."""
     stream = Stream(layout, members, link, k, v, heads, step)
     for number, part in enumerate(stream.parts):
         kv = yield from stream.take(number)
         of = slice(part.start * group, part.stop * group)
-        for piece in pieces:
-            keys = kv[:, piece.keys]
-            out, lse = partial(
-                q[:, piece.rows, of], keys[..., :dim], keys[..., dim:],
-                **piece.options(q.device), **scores._asdict(),
-            )  # fmt: skip
-            total.put(piece.rows, of, out, lse)
-    return total
+        for piece in pieces_of(layout, members, link.rank, sight):
+            each(of, piece, kv[:, piece.keys])
 
 
 def backward(
-    layout: Layout,
-    members: int,
-    sight: Sight,
-    link: Transport,
-    x: Whole,
-    scores: Scores,
-    heads: int,
-    step: str,
-) -> Program:
+    layout: Layout, members: int, sight: Sight, link: Transport, x: Whole, scores: Scores, heads: int, step: str
+) -> Program:  # fmt: skip
     """Returns (dq, dk, dv): dq in q's dtype, the others in fp32.
 
     Keys are gathered again: saving them would cost P times the memory.
@@ -125,13 +121,9 @@ def backward(
     q, k, v = x.q, x.k, x.v
     dim, group, wide = q.shape[-1], q.shape[2] // k.shape[2], accumulate_dtype(q.dtype)
     pieces = pieces_of(layout, members, link.rank, sight)
-    where = places_of(layout, members, q.device)
     dq = torch.empty_like(q)
-    dkv = q.new_empty((*k.shape[:3], dim + v.shape[-1]), dtype=wide)
-    stream = Stream(layout, members, link, k, v, heads, step)
-    homeward: list[tuple[slice, Pending]] = []
-    for number, part in enumerate(stream.parts):
-        kv = yield from stream.take(number)
+
+    def share(part: slice, kv: Tensor) -> Tensor:
         into = torch.zeros_like(kv, dtype=wide)
         of = slice(part.start * group, part.stop * group)
         rows = x.rows(scores, kv[..., :dim], kv[..., dim:], of)
@@ -142,16 +134,46 @@ def backward(
                 into=(target[..., :dim], target[..., dim:]), **piece.options(q.device),
             )  # fmt: skip
         dq[:, :, of] = rows.finish()
-        shares = [into.index_select(1, at) for at in where]
-        mine = Shape(tuple(shares[link.rank].shape), wide)
-        name = f"{step}, gradients of heads {part.start}"
-        homeward.append((part, link.all_to_all(shares, [mine] * link.size, name)))
-        if number:  # the heads before these had all this time to arrive
-            before, pending = homeward.pop(0)
-            dkv[:, :, before] = _sum((yield pending))
-    for before, pending in homeward:
-        dkv[:, :, before] = _sum((yield pending))
+        return into
+
+    dkv = yield from collect(layout, members, link, k, v, share, heads, step)
     return dq, dkv[..., :dim], dkv[..., dim:]
+
+
+def collect(
+    layout: Layout, members: int, link: Transport, k: Tensor, v: Tensor, share: Callable[[slice, Tensor], Tensor],
+    heads: int, step: str,
+) -> Program:  # fmt: skip
+    """What all ranks have for each key, summed up where it lies.
+
+    Args:
+        layout: of tokens.
+        members: ranks that share their tokens.
+        link: the ranks.
+        k: this rank's keys (B, n, G, D).
+        v: its values.
+        share: this rank's part (B, S, h, W) for all tokens and some kv heads, given which, and their keys and values.
+        heads: kv heads at a time.
+        step: for messages.
+
+    Returns:
+        the sums for this rank's own keys, (B, n, Σ h, W).
+    """
+    where = places_of(layout, members, k.device)
+    stream = Stream(layout, members, link, k, v, heads, step)
+    homeward: Pending | None = None
+    found: list[Tensor] = []
+    for number, part in enumerate(stream.parts):
+        into = share(part, (yield from stream.take(number)))
+        shares = [into.index_select(1, at) for at in where]
+        mine = Shape(tuple(shares[link.rank].shape), into.dtype)
+        name = f"{step}, back to heads {part.start}"
+        before, homeward = homeward, link.all_to_all(shares, [mine] * link.size, name)
+        if before is not None:  # the heads before these had all this time to arrive
+            found.append(_sum((yield before)))
+    assert homeward is not None
+    found.append(_sum((yield homeward)))
+    return torch.cat(found, 2)
 
 
 def _sum(shares: list[Tensor]) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from relampago.errors import InvalidInput, Unsupported
 from relampago.lower import autocast
 from relampago.problem import accumulate_dtype
 
+Settled = TypeVar("Settled")
 library = torch.library.Library("relampago", "FRAGMENT")
 library.define(
     "context_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, str plan, str options)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "context_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse,"
@@ -47,6 +49,7 @@ def attention(
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
 ) -> Any:
     """`relampago.attention` over a sequence that is spread over ranks: each gives and gets its own tokens.
@@ -65,52 +68,69 @@ def attention(
         sinks: (H,), the same on all ranks. Its gradient is this rank's share: sum it over ranks, as of any parameter.
         deterministic: as in `relampago.attention`; the order of sums over ranks is fixed in any case.
         return_lse: also return LSE (B, H, L), differentiable.
+        return_max_logits: also return, as the last, each head's largest scale · q·kᵀ as in `relampago.attention`,
+            (B, H): of all ranks' rows, the same on all. No gradient.
         backend: of the kernels.
 
     Returns:
-        out (B, L, H, E), or (out, lse): this rank's rows.
+        out (B, L, H, E), or (out, lse), (out, max_logits), (out, lse, max_logits): this rank's rows.
 
     Raises:
         InvalidInput: shapes that are not the plan's; on the first call, on every rank if on any.
         Unsupported: dropout, bias, score mods, dense masks.
         RankFailure: another rank died or hung; the message names it and the step.
     """
+    check_plan(plan)
+    sight = Sight.of(plan.length, causal=causal, window=window, mask=mask, documents=plan.documents)
+    strict = (
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    )
+    options = repr((tuple(sight), (scale, softcap, strict, backend), return_max_logits))
+    q, k, v = autocast(q, k, v)
+    out, lse, _, _, top = torch.ops.relampago.context_forward(q, k, v, sinks, plan.token, options)
+    more = [lse] * return_lse + [top] * return_max_logits
+    return (out, *more) if more else out
+
+
+def check_plan(plan: Any) -> None:
+    """Refuse what is no plan of this process's."""
     if not isinstance(plan, ContextParallelPlan):
         raise InvalidInput(f"plan is a {type(plan).__name__}; expected a ContextParallelPlan")
     if plan.virtual and plan.size > 1:
         raise InvalidInput(
             f"plan has {plan.size} virtual ranks; expected a mesh of processes (see Simulation)"
         )
-    sight = Sight.of(plan.length, causal=causal, window=window, mask=mask, documents=plan.documents)
-    strict = (
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    )
-    options = repr((tuple(sight), (scale, softcap, strict, backend)))
-    q, k, v = autocast(q, k, v)
-    out, lse, _, _ = torch.ops.relampago.context_forward(q, k, v, sinks, plan.token, options)
-    return (out, lse) if return_lse else out
 
 
 @functools.lru_cache(maxsize=256)
-def decode_options(text: str) -> tuple[Sight, Scores]:
+def decode_options(text: str) -> tuple[Sight, Scores, bool]:
     """What the string says."""
-    sight, scores = ast.literal_eval(text)
-    return Sight(*sight), Scores(*scores)
+    sight, scores, max_logits = ast.literal_eval(text)
+    return Sight(*sight), Scores(*scores), max_logits
 
 
-def _course(
-    plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, text: str
-) -> Course:
-    """Check the call, and agree on it with the other ranks where they have not yet."""
+def course_of(
+    plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, text: str, **options: Any
+) -> Course:  # fmt: skip
+    """A call's course, from what its string says."""
+    sight, scores, max_logits = decode_options(text)
+    course = plan.course(q, k, v, sight, scores, sinks=sinks, **options)
+    return course._replace(max_logits=max_logits)
+
+
+def agreed(
+    plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, text: str, settle: Callable[[], Settled]
+) -> Settled:  # fmt: skip
+    """What checks the call, and agreement on it with the other ranks where there is none yet."""
     try:
-        course = plan.course(q, k, v, *decode_options(text), sinks=sinks)
+        found = settle()
     except (InvalidInput, Unsupported) as error:
         plan.agree(refusal=str(error))
         raise
     plan.agree(
         f"batch {q.shape[0]}, heads {q.shape[2]}/{k.shape[2]}, dims {q.shape[3]}/{v.shape[3]}, {q.dtype}, {text}"
     )
-    return course
+    return found
 
 
 @torch.library.impl(library, "context_forward", "CompositeExplicitAutograd")
@@ -118,9 +138,9 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, token: str, options: str
 ) -> tuple[Tensor, ...]:
     plan = plan_of(token)
-    course = _course(plan, q, k, v, sinks, options)
-    out, lse, saved = drive(forward(course, plan.links(course), q, k, v, sinks))
-    return out, lse, saved.joint, saved.lse
+    course = agreed(plan, q, k, v, options, lambda: course_of(plan, q, k, v, sinks, options))
+    out, lse, saved, top = drive(forward(course, plan.links(course), q, k, v, sinks))
+    return out, lse, saved.joint, saved.lse, lse.new_empty(0) if top is None else top
 
 
 @torch.library.impl(library, "context_backward", "CompositeExplicitAutograd")
@@ -129,7 +149,7 @@ def _backward(
     joint: Tensor, rows: Tensor, token: str, options: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     plan = plan_of(token)
-    course = plan.course(q, k, v, *decode_options(options), sinks=sinks)
+    course = course_of(plan, q, k, v, sinks, options)
     had = Forward(q, k, v, sinks, out, lse, Saved(joint, rows))
     *grads, dsinks = drive(backward(course, plan.links(course), had, dout, dlse))
     return (*grads, q.new_empty(0) if dsinks is None else dsinks)
@@ -142,7 +162,7 @@ def _forward_fake(
     plan = plan_of(token)
     wide = accumulate_dtype(q.dtype)
     batch, length, heads = q.shape[:3]
-    course = plan.course(q, k, v, *decode_options(options), checked=False)
+    course = course_of(plan, q, k, v, None, options, checked=False)
     joint, rows = (0,), (0,)
     if course.members > 1:
         split = course.split
@@ -156,6 +176,7 @@ def _forward_fake(
         q.new_empty((batch, heads, length), dtype=wide),
         q.new_empty(joint),
         q.new_empty(rows, dtype=wide),
+        q.new_empty((batch, heads) if course.max_logits else (0,), dtype=wide),
     )
 
 
@@ -177,7 +198,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     q, k, v, sinks, token, options = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.save_for_backward(q, k, v, sinks, *output[:4])
     ctx.token, ctx.options = token, options
     ctx.plan = plan_of(token)  # the plan lives as long as the graph
 

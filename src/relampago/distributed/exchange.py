@@ -6,11 +6,13 @@ values travel in fp32: in bf16 their error grows with the ring (see docs/distrib
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from relampago.distributed.pieces import Piece
 from relampago.distributed.schedule import Message, Schedule, Span, Work
 from relampago.distributed.transport import Program, Shape, Transport
 from relampago.problem import accumulate_dtype
@@ -74,44 +76,79 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 
 
 def forward(
-    schedule: Schedule, link: Transport, q: Tensor, k: Tensor, v: Tensor, scores: Scores, step: str
-) -> Program:
-    """Returns the rows' `Merged`, before sinks."""
+    schedule: Schedule, link: Transport, q: Tensor, k: Tensor, v: Tensor, scores: Scores, step: str,
+    top: Tensor | None = None,
+) -> Program:  # fmt: skip
+    """Returns the rows' `Merged`, before sinks; `top` (B, H) rises to their largest logits."""
     dim = q.shape[-1]
-    held = {schedule.rank: Block(0, pack(k, v))}
     slots = schedule.forward_slots
     every = [piece.rows for slot in slots for work in slot.work for piece in work.pieces]
-    total = Merged(q, k, v, every, **scores._asdict())
-    for number, slot in enumerate(slots):
+    total = Merged(q, k, v, every, top=top, **scores._asdict())
+
+    def add(piece: Piece, kv: Tensor) -> None:
+        total.add(piece.rows, kv[..., :dim], kv[..., dim:], **piece.options(q.device))
+
+    yield from visit(schedule, link, pack(k, v), add, step)
+    return total
+
+
+def visit(
+    schedule: Schedule, link: Transport, kv: Tensor, each: Callable[[Piece, Tensor], None], step: str
+) -> Program:  # fmt: skip
+    """Blocks like `kv` (B, n, G, W) travel, and each piece is given the keys it sees."""
+    held = {schedule.rank: Block(0, kv)}
+    for number, slot in enumerate(schedule.forward_slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
-        receives = [(m.peer, _shape(held[schedule.rank].kv, m)) for m in slot.receives]
-        pending = _post(link, sends, receives, q, f"{step}, step {number}")
+        receives = [(m.peer, _shape(kv, m)) for m in slot.receives]
+        pending = _post(link, sends, receives, kv, f"{step}, step {number}")
         for work in slot.work:
             block = held[work.owner]
             for piece in work.pieces:
-                keys = block.take(piece.keys.start, piece.keys.stop)
-                total.add(piece.rows, keys[..., :dim], keys[..., dim:], **piece.options(q.device))
+                each(piece, block.take(piece.keys.start, piece.keys.stop))
         if pending is not None:
             arrived = yield pending
             held.update(_blocks(slot.receives, arrived))
         _forget(schedule, held, number)
-    return total
 
 
 def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step: str) -> Program:
     """Returns (dq, dk, dv): dq in q's dtype, the others in fp32."""
-    q, rank = x.q, schedule.rank
-    wide = accumulate_dtype(q.dtype)
-    held = {rank: Block(0, pack(x.k, x.v))}
+    rows, kv, dim = x.rows(scores, x.k, x.v), pack(x.k, x.v), x.q.shape[-1]
+    like = kv.new_empty((kv.shape[0], 0, *kv.shape[2:]), dtype=accumulate_dtype(kv.dtype))
+
+    def share(work: Work, block: Block) -> Block:
+        return _share(work, block, x, rows, work.owner == schedule.rank)
+
+    own = yield from collect(schedule, link, kv, like, share, step)
+    return rows.finish(), own[..., :dim], own[..., dim:]
+
+
+def collect(
+    schedule: Schedule, link: Transport, kv: Tensor, like: Tensor, share: Callable[[Work, Block], Block], step: str
+) -> Program:  # fmt: skip
+    """Blocks travel, and what all ranks have for each block's keys follows it, summed up, and comes home.
+
+    Args:
+        schedule: this rank's.
+        link: the ranks.
+        kv: this rank's block (B, n, G, W).
+        like: what is summed up, for no key: (B, 0, …).
+        share: this rank's part for a block, over `work.grads` or what it sees of them; its own block's is whole.
+        step: for messages.
+
+    Returns:
+        the sums for this rank's own keys, (B, n, …).
+    """
+    rank, held = schedule.rank, {schedule.rank: Block(0, kv)}
     grads: dict[int, Block] = {}  # of other ranks' keys
-    rows, own, dim = x.rows(scores, x.k, x.v), None, q.shape[-1]
+    own: Block | None = None
     for number, slot in enumerate(schedule.slots):
         sends = [(m.peer, held[m.owner].take(m.start, m.stop)) for m in slot.sends]
         sends += [(m.peer, grads.pop(m.owner).take(m.start, m.stop)) for m in slot.grad_sends]
-        receives = [(m.peer, _shape(held[rank].kv, m)) for m in slot.receives]
-        receives += [(m.peer, _shape(held[rank].kv, m, wide)) for m in slot.grad_receives]
-        pending = _post(link, sends, receives, q, f"{step}, step {number}")
-        shares = {w.owner: _share(w, held[w.owner], x, rows, w.owner == rank) for w in slot.work}
+        receives = [(m.peer, _shape(kv, m)) for m in slot.receives]
+        receives += [(m.peer, _shape(like, m)) for m in slot.grad_receives]
+        pending = _post(link, sends, receives, kv, f"{step}, step {number}")
+        shares = {work.owner: share(work, held[work.owner]) for work in slot.work}
         own = shares.pop(rank, own)
         arrived: list[Tensor] = []
         if pending is not None:
@@ -130,7 +167,7 @@ def backward(schedule: Schedule, link: Transport, x: Whole, scores: Scores, step
                 grads[work.owner] = _joined(work.grads, shares[work.owner], grads.get(work.owner))
         _forget(schedule, held, number)
     assert own is not None
-    return rows.finish(), own.kv[..., :dim], own.kv[..., dim:]
+    return own.kv
 
 
 def _share(work: Work, block: Block, x: Whole, rows: Rows, whole: bool) -> Block:
@@ -167,8 +204,8 @@ def _post(link: Transport, sends, receives, like: Tensor, step: str):
     return link.exchange(sends, receives, like.device, step) if sends or receives else None
 
 
-def _shape(kv: Tensor, message: Message, dtype: torch.dtype | None = None) -> Shape:
-    return Shape((kv.shape[0], message.stop - message.start, *kv.shape[2:]), dtype or kv.dtype)
+def _shape(like: Tensor, message: Message) -> Shape:
+    return Shape((like.shape[0], message.stop - message.start, *like.shape[2:]), like.dtype)
 
 
 def _blocks(messages: list[Message], arrived: list[Tensor]) -> dict[int, Block]:

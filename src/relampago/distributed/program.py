@@ -6,6 +6,7 @@ ring, halo and all-gather are the inside alone; Ulysses is the outside around a 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from relampago.distributed.layouts import Layout
 from relampago.distributed.schedule import build
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Links, Program
+from relampago.problem import accumulate_dtype
 from relampago.shards import Merged, delta_of
 
 Context = Literal["ring", "halo", "allgather"]
@@ -33,6 +35,7 @@ class Course(NamedTuple):
     chunk: int  # kv heads gathered at a time
     sight: Sight
     scores: Scores = Scores()
+    max_logits: bool = False  # whether the forward looks for them
 
     @property
     def members(self) -> int:
@@ -50,21 +53,27 @@ class Saved(NamedTuple):
 def forward(
     course: Course, links: Links, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> Program:
-    """Returns (out in q's dtype, lse, Saved)."""
+    """Returns (out in q's dtype, lse, Saved, max logits (B, H) of all ranks' rows or None)."""
     step = f"{name_of(course)} forward"
-    outer = _outer(course, links, q.device, step)
+    outer = outer_of(course, links, q.device, step)
     if outer is None:
-        total: Output | Merged = yield from _inner(course, links, q, k, v, step)
+        top = lowest(q) if course.max_logits else None
+        total: Output | Merged = yield from _inner(course, links, q, k, v, step, top)
         out, lse = total.finish(sinks, q.dtype)
-        return out, lse, Saved(q.new_empty(0), lse.new_empty(0))
+        if top is not None:
+            top = yield from largest(links, top, step)
+        return out, lse, Saved(q.new_empty(0), lse.new_empty(0)), top
     joint = yield from outer.scatter("q, k, v", ("q", q), ("kv", k), ("kv", v))
     inner_q, inner_k, inner_v = outer.parts(joint, *_widths(q, k, v))
-    total = yield from _inner(course, links, inner_q, inner_k, inner_v, step)
+    top = lowest(inner_q) if course.max_logits else None
+    total = yield from _inner(course, links, inner_q, inner_k, inner_v, step, top)
     own = None if sinks is None else sinks[outer.split.queries(outer.link.rank)]
     out, rows = total.finish(own, q.dtype)
     out = yield from outer.gather("out", "q", out)
     lse = yield from outer.gather("lse", "q", rows.transpose(1, 2)[..., None])
-    return out, lse[..., 0].transpose(1, 2).contiguous(), Saved(joint, rows)
+    if top is not None:
+        top = yield from largest(links, top, step)
+    return out, lse[..., 0].transpose(1, 2).contiguous(), Saved(joint, rows), top
 
 
 class Forward(NamedTuple):
@@ -85,7 +94,7 @@ def backward(
     """Returns (dq, dk, dv, dsinks) in the inputs' dtypes; dsinks is this rank's share of a sum over ranks."""
     step = f"{name_of(course)} backward"
     q, k, v, sinks, out, lse, saved = had
-    outer = _outer(course, links, q.device, step)
+    outer = outer_of(course, links, q.device, step)
     if outer is None:
         delta = None if sinks is None else delta_of(out, dout, dlse, lse.dtype)
         x = Whole(q, k, v, dout, out, lse, dlse, delta)
@@ -126,22 +135,47 @@ def name_of(course: Course) -> str:
     return "ulysses" if course.layout.size == course.members else f"usp ({course.context})"
 
 
-def _outer(course: Course, links: Links, device: torch.device, step: str) -> Exchange | None:
+def outer_of(course: Course, links: Links, device: torch.device, step: str) -> Exchange | None:
+    """The all-to-all around the inside; None without Ulysses."""
     if links.heads is None:
         return None
     return Exchange.of(course.layout, links.heads, links.context.rank, course.split, device, step)
 
 
-def _inner(course: Course, links: Links, q, k, v, step: str) -> Program:
+def everyone(links: Links, tensor: Tensor, step: str) -> Program:
+    """Returns what each rank has, (ranks, …) in their order; the same shape on all."""
+    found = tensor[None]
+    if links.context.size > 1:
+        (found,) = yield links.context.all_gather(tensor, step)
+    if links.heads is None:
+        return found
+    (found,) = yield links.heads.all_gather(found, step)  # [heads, context, ...]
+    return found.transpose(0, 1).flatten(0, 1)
+
+
+def lowest(q: Tensor) -> Tensor:
+    """(B, H): less than any logit."""
+    return q.new_full((q.shape[0], q.shape[2]), -math.inf, dtype=accumulate_dtype(q.dtype))
+
+
+def largest(links: Links, top: Tensor, step: str) -> Program:
+    """Returns the largest of all ranks (B, H), from each one's own heads; ranks that share tokens have other heads."""
+    every = yield from everyone(links, top, f"{step}, max logits")
+    members = 1 if links.heads is None else links.heads.size
+    heads = every.unflatten(0, (-1, members)).amax(0)  # [members, B, own heads]
+    return heads.transpose(0, 1).flatten(1)
+
+
+def _inner(course: Course, links: Links, q, k, v, step: str, top: Tensor | None) -> Program:
     link = links.context
     if course.context == "allgather":
         return (
             yield from allgather.forward(
-                course.layout, course.members, course.sight, link, q, k, v, course.scores, course.chunk, step
+                course.layout, course.members, course.sight, link, q, k, v, course.scores, course.chunk, step, top
             )
         )  # fmt: skip
     schedule = build(course.context, course.layout, course.members, link.rank, course.sight)
-    return (yield from exchange.forward(schedule, link, q, k, v, course.scores, step))
+    return (yield from exchange.forward(schedule, link, q, k, v, course.scores, step, top))
 
 
 def _inner_backward(course: Course, links: Links, x: Whole, step: str) -> Program:

@@ -234,6 +234,7 @@ class Simulation:
         sinks: Tensor | None = None,
         deterministic: bool = False,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         backend: str | None = None,
     ) -> Any:
         """`distributed.attention` on whole tensors (B, S, …); sinks get their whole gradient."""
@@ -243,8 +244,10 @@ class Simulation:
         )
         scores = Scores(scale, softcap, deterministic, backend)
         course = plan.course(q, k, v, sight, scores, sinks=sinks, whole=True)
-        out, lse = _Simulated.apply(self, course, q, k, v, sinks)  # type: ignore[misc]
-        return (out, lse) if return_lse else out
+        course = course._replace(max_logits=return_max_logits)
+        out, lse, top = _Simulated.apply(self, course, q, k, v, sinks)  # type: ignore[misc]
+        more = [lse] * return_lse + [top] * return_max_logits
+        return (out, *more) if more else out
 
     def run(self, course: Course, make: Callable[[int, Links], Program]) -> list[Any]:
         """Run one program per rank."""
@@ -286,14 +289,20 @@ class _Simulated(torch.autograd.Function):
         ctx.run, ctx.course, ctx.places = run, course, places
         ctx.had = [
             Forward(q, k, v, sinks, out, lse, saved)
-            for (q, k, v), (out, lse, saved) in zip(shards, results, strict=True)
+            for (q, k, v), (out, lse, saved, _) in zip(shards, results, strict=True)
         ]
-        out = _joined([out for out, _, _ in results], places, 1)
-        return out, _joined([lse for _, lse, _ in results], places, 2)
+        out = _joined([out for out, *_ in results], places, 1)
+        lse = _joined([lse for _, lse, *_ in results], places, 2)
+        top = lse.new_empty(0)
+        if course.max_logits:
+            top, *others = [top for *_, top in results]
+            assert all(torch.equal(other, top) for other in others)
+        ctx.mark_non_differentiable(top)
+        return out, lse, top
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        dout, dlse = gradients
+        dout, dlse, _ = gradients
         douts = [dout.index_select(1, at) for at in ctx.places]
         dlses = [dlse.index_select(2, at) for at in ctx.places]
         results = ctx.run.run(
