@@ -21,6 +21,7 @@ from relampago import statistics
 from relampago.cli.memory import growth, on_gpu
 
 HEADS, DIM = 8, 64
+HOPPER = "forward of gluon_sm90"
 
 
 def inputs(length: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -33,6 +34,8 @@ def inputs(length: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def contestants(q, k, v, causal: bool, backend: str) -> dict[str, Callable[[], object]]:
     options = {"causal": causal, "backend": backend}
+    hopper = {**options, "backend": "gluon_sm90"}
+    is_hopper = q.is_cuda and torch.cuda.get_device_capability() == (9, 0)
     _, lse = rl.attention(q, k, v, return_lse=True, **options)
     return {
         "forward": lambda: rl.attention(q, k, v, **options),
@@ -44,7 +47,16 @@ def contestants(q, k, v, causal: bool, backend: str) -> dict[str, Callable[[], o
         "top 16 keys of 64 rows": lambda: statistics.top_keys(
             q, k, range(-64, 0), 16, causal=causal
         ),
-    }
+    } | (
+        {
+            HOPPER: lambda: rl.attention(q, k, v, **hopper),
+            f"{HOPPER} with max logits": lambda: rl.attention(
+                q, k, v, return_max_logits=True, **hopper
+            ),
+        }
+        if is_hopper
+        else {}
+    )
 
 
 def seconds(call: Callable[[], object], cuda: bool) -> float:
@@ -94,11 +106,12 @@ def main() -> None:
             calls = contestants(*inputs(length, device, dtype), causal, backend)
             times = measure(calls, args.repeats, cuda)
             row = {"length": length, "causal": causal, "seconds": times}
-            row["of a forward"] = {n: t / times["forward"] for n, t in times.items()}
+            own = {n: times[HOPPER if n.startswith(HOPPER) else "forward"] for n in times}
+            row["of a forward"] = {n: t / own[n] for n, t in times.items()}
             result["rows"].append(row)
             print(f"{length} {'causal' if causal else 'full'}")
             for n, t in times.items():
-                print(f"  {n:26} {t * 1e3:10.3f} ms  {t / times['forward']:6.3f} of a forward")
+                print(f"  {n:26} {t * 1e3:10.3f} ms  {t / own[n]:6.3f} of a forward")
     calls = contestants(*inputs(lengths[-1], device, dtype), True, backend)
     small = contestants(*inputs(64, device, dtype), True, backend)
     result["peak bytes"] = {

@@ -58,29 +58,21 @@ class Change(NamedTuple):
 
 WIDE = ((192, 192),)
 OTHERS = tuple(dims for dims in SQUARE if dims not in WIDE)
-HALVES = {"block_k": 128, "stages": 2, "halves": 1, "chain": 0}
-SELDOM, LATER = {"lazy": 1}, {"lazy": 2}
-LATER_ONES = {  # what of the softmax lies where, beside the products
-    f"later, turns {turns}, pin {pin}": LATER | {"pingpong": turns, "pin": pin}
-    for turns, pin in ((1, 0), (2, 0), (1, 8), (2, 8))
-}
-SOFTMAX = {
+NAMED = {"named": 1}
+TURNS = {  # when the next warpgroup may issue, and how much of the softmax lies under the product before it
     f"turns {turns}, pin {pin}": {"pingpong": turns, "pin": pin}
-    for turns, pin in ((1, 2), (1, 8), (2, 0), (2, 8))
+    for turns, pin in ((0, 0), (1, 0), (2, 0), (2, 8))
 }
-NARROW = tuple(dims for dims in OTHERS if dims != (256, 256))
-FLIPPED = ("later, turns 1, pin 0", "later, turns 2, pin 8")
+RESCALED = {"seldom": {"lazy": 1}, "later": {"lazy": 2}}
 CHANGES = (
-    *(Change(name, NARROW, changes) for name, changes in LATER_ONES.items()),
-    *(Change(name, OTHERS, changes) for name, changes in SOFTMAX.items()),
+    Change("named", SQUARE, NAMED),
+    *(Change(f"named, {name}", SQUARE, NAMED | turns) for name, turns in TURNS.items()),
     *(
-        Change(f"{name}, chain {n}", NARROW, LATER_ONES[name] | {"chain": n})
-        for name in FLIPPED
-        for n in (0, 1)
+        Change(f"named, {when}, {name}", OTHERS, NAMED | lazy | TURNS[name])
+        for when, lazy in RESCALED.items()
+        for name in ("turns 0, pin 0", "turns 1, pin 0", "turns 2, pin 8")
     ),
-    *(Change(f"halves, {n}", WIDE, HALVES | SELDOM | x) for n, x in SOFTMAX.items()),
-    *(Change(f"halves, {n}", WIDE, HALVES | x) for n, x in LATER_ONES.items()),
-    Change("halves, turns 1, pin 0", WIDE, HALVES | SELDOM | {"pingpong": 1, "pin": 0}),
+    *(Change(f"named, chain {n}", OTHERS, NAMED | {"chain": n}) for n in (0, 1)),
 )
 
 

@@ -54,6 +54,7 @@ def dims(row: Row) -> tuple[int, int]:
 
 
 CHAIN_SPILLS = 32 if OLD else 64  # bytes: a tile's numbers while the next tile's are there too
+TOP_SPILLS = 16  # and a head's largest score, from 192 on
 FOLDING = 480  # bytes: a tile of O is read, by its addresses, while the first scores are there
 
 
@@ -184,6 +185,30 @@ def test_other_forms(monkeypatch, row) -> None:
     check(build(monkeypatch, row.plan, arrays(row, mask, torch.float16, packed=True)), row.plan)
     more = {"sinks": torch.zeros(2), "mods": (softcap(30.0).token,)}
     check(build(monkeypatch, row.plan, replace(arrays(row, mask), **more)), row.plan)
+
+
+@pytest.mark.parametrize("row", spared(LEADING, FEW))
+def test_largest_scores(monkeypatch, row) -> None:
+    mask = next(name for name in ("causal", "full") if reaches(row, name))
+    x = replace(arrays(row, mask), max_logits=torch.zeros(1, 2))
+    check(build(monkeypatch, row.plan, x), row.plan, outside=TOP_SPILLS)
+
+
+def meetings(body: list[str]) -> int:
+    """How often a warpgroup waits for its own warps, which Triton asks for."""
+    return sum("BAR.SYNC" in line and line.endswith(" 0x80") for line in body)
+
+
+@pytest.mark.parametrize("row", spared(LEADING, FEW))
+def test_named_barriers_spare_meetings(monkeypatch, row) -> None:
+    """Of the three or more in a block of keys one is left, and one more where values come in two tiles."""
+    mask = next(name for name in ("causal", "full") if reaches(row, name))
+    before, after = (
+        build(monkeypatch, replace(row.plan, named=named), arrays(row, mask)) for named in (0, 1)
+    )
+    check(after, row.plan)
+    for old, new in zip(*(main_loops(disassembled(one)) for one in (before, after)), strict=True):
+        assert meetings(new) <= meetings(old) - 2
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,7 @@ def make_language() -> types.ModuleType:
     gl.allocate_shared_memory = _allocate
     gl.inline_asm_elementwise = _assembly
     gl.atomic_add = _atomic_add
+    gl.atomic_max = _atomic_max
     gl.load = _load
     gl.store = _store
     gl.warp_specialize = _specialize
@@ -373,7 +374,7 @@ def make_language() -> types.ModuleType:
 
 
 def _scalar(a: Any) -> Any:
-    return int(a) if np.ndim(a) == 0 else Tensor(a)
+    return a.item() if np.ndim(a) == 0 else Tensor(a)
 
 
 def _quiet(f: Any, a: Any) -> Any:
@@ -457,6 +458,12 @@ def _atomic_add(pointer: Pointer, value: Any, sem: str, mask: Any = True) -> Any
     old = int(pointer.a[0])
     pointer.a[0] += value
     return old
+
+
+def _atomic_max(pointer: Pointer, value: Any, sem: str) -> None:
+    M.scheduler.pause()
+    for at, x in np.nditer([pointer.at, raw(value)]):
+        pointer.a[int(at)] = max(pointer.a[int(at)], torch.tensor(float(x)))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:

@@ -17,7 +17,7 @@ from unit.pretended_gluon import FORWARD, Deadlock, launch, pretended, run
 
 from relampago.backends import gluon
 from relampago.backends.gluon import schedule
-from relampago.backends.reference import attend
+from relampago.backends.reference import attend, describe_rows
 from relampago.masks.rules import Band
 from relampago.masks.spec import Document, Extent, resolve
 from relampago.merge import merge
@@ -288,9 +288,7 @@ def test_tiles_that_follow_without_a_gap(
 
 @pytest.mark.parametrize("named", [0, 1])
 @pytest.mark.parametrize("queue", [1, 2])
-def test_a_missing_release_between_tiles_is_a_deadlock(
-    launcher, monkeypatch, queue, named
-) -> None:
+def test_a_missing_release_between_tiles_is_a_deadlock(launcher, monkeypatch, queue, named) -> None:
     """Of the keys and values that the next tile's first scores and this one's last product read."""
     kernel = sys.modules["relampago.backends.gluon.sm90_chain"]
     monkeypatch.setattr(kernel, "release", lambda ring, stage: None)
@@ -341,7 +339,14 @@ BY_HALVES = {
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"pingpong": 2}, {"lazy": 1, "pin": 1, "named": 1}, {"lazy": 2, "pin": 8}, {"schedule": 0}]
+    "more",
+    [
+        {},
+        {"pingpong": 2},
+        {"lazy": 1, "pin": 1, "named": 1},
+        {"lazy": 2, "pin": 8},
+        {"schedule": 0},
+    ],
 )
 @pytest.mark.parametrize("case", BY_HALVES.values(), ids=BY_HALVES)
 def test_values_by_halves(launcher, case, more) -> None:
@@ -389,6 +394,33 @@ def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     seen = {schedule.turned(j, 10, 3, schedule.TURN) for j in range(10)}
     assert seen == set(range(10))
     assert schedule.turned(0, 10, 3, schedule.TURN) == 0
+
+
+TOPS = {
+    **{name: CASES[name] for name in ("causal-unaligned", "causal-blind-rows", "sinks", "negative-scale", "no-scale")},
+    **{name: MORE[name] for name in ("documents-per-sequence", "heads-packed-in-part", "heads-packed-one-row")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "plan", [HALVES, *list(PLANS.values())[3:8:3]], ids=["halves", "one", "chained"]
+)
+@pytest.mark.parametrize("case", [*TOPS.values(), None], ids=[*TOPS, "packed"])
+def test_largest_scores(launcher, monkeypatch, case, plan, splits) -> None:
+    """Of each head of each sequence, also where sums are rescaled only when a maximum grew much."""
+    sizes = sys.modules["relampago.backends.gluon.sizes"]
+    monkeypatch.setattr(sizes, "splits_for", lambda *_: splits)
+    launcher.setting_of.cache_clear()
+    x = (
+        packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
+        if case is None
+        else arrays(case)
+    )
+    x.max_logits = torch.full((x.batch, x.q.shape[-2]), -INF)
+    compare(x, run(launcher, x, replace(plan, lazy=1), 0, multiprocessors=3))
+    torch.testing.assert_close(x.max_logits, describe_rows(x, torch.float32).max_logits)
+    launcher.setting_of.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ KNOWS = frozenset(
         "score mods",
         "sinks",
         "deterministic mode",
+        "max logits",
         FP8_PRODUCTS,
     }
 )

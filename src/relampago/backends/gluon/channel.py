@@ -6,8 +6,9 @@ and `rest`, which share the barriers. The n-th use of a tile completes each barr
 who waits names the parity of the phase. A fresh barrier counts as being in phase 0 with phase "-1" complete, so that a
 producer that starts with parity 1 passes its first waits on `empty`.
 
-Instead of `empty` a ring may have named barriers, one for each tile, at which the producer and all threads of the readers
-meet. Readers `offer` every tile once before the first use, and the producer collects what is over after the last.
+Instead of `empty` a ring may have named barriers, one for each tile, at which the producer and all threads of the
+readers meet. Readers `offer` every tile once before the first use, and the producer collects what is over after the
+last.
 """
 
 from triton.experimental import gluon

@@ -89,6 +89,7 @@ class Extra(NamedTuple):
     cap: float | None  # what scores are multiplied by before tanh
     row_start: Tensor | None  # each row's run of keys, (B or 1, Lq)
     row_end: Tensor | None
+    top: Tensor | None = None  # each head's largest score, (B, H), to be raised
     # Target's fields: a tuple in a tuple may not be None
     wide: Tensor | None = None
     wide_lse: Tensor | None = None
@@ -121,6 +122,8 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
         return nothing(x)
     q, scale = positive(x.q, x.scale)
     k, v = x.k, x.v
+    if x.max_logits is not None and plan.lazy == 1:
+        plan = replace(plan, lazy=2)  # maxima to the last bit
     start, end, stride = tables_of(x)
     result = Result(x.out_dtype == torch.float32, x.into is not None, is_held(x))
     setting = setting_of(
@@ -144,7 +147,14 @@ def forward(plan: Plan, x: Arrays, multiprocessors: int) -> tuple[Tensor, Tensor
     part, found = parts_of(size, x) if is_split else (None, lse)
     sinks = None if is_split else x.sinks
     extra = Extra(
-        x.cu_q, x.cu_k, sinks, None if cap is None else scale / cap, start, end, *(target or ())
+        x.cu_q,
+        x.cu_k,
+        sinks,
+        None if cap is None else scale / cap,
+        start,
+        end,
+        x.max_logits,
+        *(target or ()),
     )
     views = [
         None if box is None else descriptor(t, box)

@@ -2,8 +2,8 @@
 
 An mbarrier does the same, and tells of copies too, but the compiler knows it: Triton takes an arrival for a write to
 all of shared memory, and lets the warpgroup meet before each and once after. A named barrier is an instruction of each
-warp that comes, and no address. A block of threads has sixteen; Triton's warp specialisation takes the first of them, one
-for each warpgroup and one for all.
+warp that comes, and no address. A block of threads has sixteen; Triton's warp specialisation takes the first of them,
+one for each warpgroup and one for all.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,9 @@ from triton.experimental.gluon import language as gl
 from relampago.backends.gluon.sizes import NAMED
 
 TURNS = gl.constexpr(5)  # three that order the warpgroups
-RINGS = gl.constexpr(16 - NAMED)  # the last ones: for tiles of rings, or for what the backward's warpgroups meet for
+RINGS = gl.constexpr(
+    16 - NAMED
+)  # the last ones: for tiles of rings, or for what the backward's warpgroups meet for
 PAIR = gl.constexpr(256)  # threads of two warpgroups
 
 

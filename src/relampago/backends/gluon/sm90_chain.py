@@ -14,7 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from relampago.backends.gluon.channel import receive, release, rest_of
-from relampago.backends.gluon.sm90_results import place_of, store_halves, store_tile
+from relampago.backends.gluon.sm90_results import (
+    place_of,
+    raise_top,
+    store_halves,
+    store_tile,
+)
 from relampago.backends.gluon.sm90_step import (
     advance,
     give_turn,
@@ -91,6 +96,8 @@ def sums_of(
     PACKED: gl.constexpr = extra.cu_q is not None
     total = gl.convert_layout(gl.sum(l, axis=1), R_L) * unit
     heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
+    if extra.top is not None:
+        raise_top(extra.top, m, tile, heads, seen.rows, size, factor, PACK)
     inverse, rows_lse = finish(m, total, factor, extra.sinks, heads)
     at = place_of(size, tile, heads, seen.rows, False, PACKED)
     gl.store(lse + at, rows_lse, mask=seen.rows < tile.q.length)

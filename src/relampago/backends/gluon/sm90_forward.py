@@ -36,7 +36,7 @@ from relampago.backends.gluon.named import RINGS
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.sm90_chain import consume_chained
-from relampago.backends.gluon.sm90_results import place_of, store_tile
+from relampago.backends.gluon.sm90_results import place_of, raise_top, store_tile
 from relampago.backends.gluon.sm90_step import (
     give_turn,
     next_values,
@@ -242,6 +242,8 @@ def consume_apart(
             mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L)
         heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
+        if extra.top is not None:
+            raise_top(extra.top, m, tile, heads, seen.rows, size, factor, PACK)
         inverse, rows_lse = finish(m, total, factor, extra.sinks, heads)
         acc1, acc2 = settle(acc1, acc2, E2)
         release_values(values, stage_v, phase_v, BK)
@@ -315,8 +317,8 @@ def attend(
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
-    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles
-    of queries in `sm90_chain`, or 0. NAMED: whether rings have named barriers. The default partition takes the registers that the others leave.
+    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles of queries in `sm90_chain`,
+    or 0. NAMED: whether rings have named barriers. The default partition takes the registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(

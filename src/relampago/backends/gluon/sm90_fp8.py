@@ -209,7 +209,8 @@ def attend_fp8(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
-    PARTS: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+    PARTS: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them. See `sm90_forward.attend`."""
     size = Size(

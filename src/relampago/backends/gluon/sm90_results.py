@@ -1,10 +1,11 @@
-"""Where a tile's rows of O and LSE go. Legend: see `sm90_forward`."""
+"""Where a tile's rows of O, of LSE and of the largest scores go. Legend: see `sm90_forward`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from relampago.backends.gluon.channel import rest_of, store
+from relampago.backends.gluon.softmax import LN2
 from relampago.backends.gluon.tiles import ROWS, accumulator
 
 
@@ -19,6 +20,17 @@ def place_of(size, tile, heads, rows, SPLIT: gl.constexpr, PACKED: gl.constexpr)
     if SPLIT:
         at += tile.split * gl.cast(size.rows, gl.int64)
     return at
+
+
+@gluon.jit
+def raise_top(top, m, tile, heads, rows, size, factor, PACK: gl.constexpr):
+    """Raise heads' largest scores, (B, H), to those of a tile, whose order does not matter. m: of unscaled scores."""
+    highest = gl.where(rows < tile.q.length, m, float("-inf")) * (factor * LN2)
+    at = top + tile.q.b * size.heads
+    if PACK > 1:
+        gl.atomic_max(at + heads, highest, sem="relaxed")
+    else:
+        gl.atomic_max(at + tile.head, gl.max(highest, axis=0), sem="relaxed")
 
 
 @gluon.jit
