@@ -58,6 +58,14 @@ class Job:
     window: tuple[int | None, int | None] | None
     softcap: float | None
 
+    def hidden(self, device: str) -> Tensor | None:
+        """Bool (Lq, Lk), True where a row may not see a key: no part of the call. None if all is seen."""
+        from relampago.cli.contestants import band
+
+        if not self.causal and self.window is None:
+            return None
+        return ~band(self.q[1], self.k[1], self.causal, self.window or (None, None), device)
+
     def call(self, device: str) -> Callable[[], object]:
         """The forward, or the backward of a forward made once."""
         import relampago as rl
@@ -69,12 +77,15 @@ class Job:
             ).requires_grad_(self.direction == "backward")
             for shape in (self.q, self.k, self.v)
         ]
-        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        hidden = self.hidden(device) if self.contestant == STANDARD else None
 
         def forward() -> Tensor:
             if self.contestant == STANDARD:
-                return standard(*tensors, **options)
-            return rl.attention(*tensors, **options, backend=self.contestant)
+                q, k, v = tensors
+                return standard(q, k, v, hidden, self.softcap)
+            return rl.attention(
+                *tensors, causal=self.causal, window=self.window, softcap=self.softcap, backend=self.contestant
+            )  # fmt: skip
 
         if self.direction == "forward":
             return forward
@@ -84,26 +95,17 @@ class Job:
 
 
 def standard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None
 ) -> Tensor:
     """Attention as the formula reads, in the inputs' dtype: S and P are written and read."""
-    from relampago.cli.contestants import band
-
     shared = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(shared, 2) if shared > 1 else t for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    if causal or window is not None:
-        seen = band(q.shape[2], k.shape[2], causal, window or (None, None), q.device)
-        scores = scores.masked_fill(~seen, -torch.inf)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 

@@ -88,6 +88,46 @@ def ring() -> str:
     return markdown("The ring's kernels on one H200", head, rows, note)
 
 
+def ring_errors() -> str:
+    """Errors by the number of ranks, and what bf16 messages would make of them."""
+    data = load("cpu/ring-errors.json")
+    names = list(data["rows"][0]["errors"])
+    rows = []
+    for r in data["rows"]:
+        name = "one device" if r["ranks"] == 1 else f"ring, {r['ranks']} ranks"
+        narrow = "" if r["travel"] == "fp32" else ", dk and dv travel in bf16"
+        rows.append([name + narrow, *(f"{r['errors'][n]:.2e}" for n in names)])
+    alone, *_, last = (r["errors"] for r in data["rows"])
+    facts, example = data["machine"], data["example"]
+    heads = "/".join(map(str, data["heads"]))
+    note = (
+        f"{facts['cpu']}, torch {facts['torch']}, {facts['date'][:10]}, virtual ranks; causal, bf16, {data['length']} "
+        f"tokens, heads {heads}, dim {data['dim']}. Messages in bf16 would make dk's error at "
+        f"{data['rows'][-1]['ranks']} ranks {last['dk'] / alone['dk']:.1f} times one device's. With fp64 inputs the "
+        f"ring is within {max(data['fp64'].values()):.1e} of one device, relative to the largest value; the loss of "
+        f"`train_llama.py` on {example['processes']} processes within {example['difference']:.1e} of one's in "
+        f"{example['steps']} steps (`cpu/ring-errors.json`)."
+    )
+    return markdown("Relative RMS errors against fp64", ["", *names], rows, note)
+
+
+def outliers() -> str:
+    """FP8's errors in the paper's outlier test, by the CPU's emulation."""
+    data = load("cpu/fp8-accuracy.json")
+    head = ["head dim", "keys", "rows", "bf16", "plain", "rotation alone", "ours", "plain / ours"]
+    names = ("bf16", "per tensor", "per tensor, rotated", "per block, rotated")
+    rows = [
+        [str(r["dim"]), str(r["keys"]), str(r["rows"]), *(f"{r['rmse'][n]:.2e}" for n in names), f"{r['ratio']:.2f}"]
+        for r in data["outliers"]
+    ]  # fmt: skip
+    facts = data["machines"]["outliers"]
+    note = (
+        f"RMSE against fp64; {facts['cpu']}, torch {facts['torch']}, {facts['date'][:10]}, emulated "
+        "(`cpu/fp8-accuracy.json`)."
+    )
+    return markdown("FP8 with outliers", head, rows, note)
+
+
 def models() -> str:
     """Prefill and decoding of a model in Transformers."""
     data = load("h200/transformers-speed.json")

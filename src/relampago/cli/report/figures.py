@@ -44,8 +44,7 @@ def forward(causal: bool) -> Lines:
 def backward() -> Lines:
     """TFLOP/s by length."""
     rates, lines = tables.backward_rates(tables.BACKWARD_RUNS[0]), Lines()
-    for batch, length in tables.SHAPES:
-        ours = tables.BACKWARD[DIM, 0][length >= tables.LATE]
+    for (batch, length), ours in zip(tables.SHAPES, tables.BACKWARD[DIM, 0], strict=True):
         names = {ours: "relampago", "cudnn": "cuDNN", "flash": "FA2"}
         for name, label in names.items():
             if rate := rates.get((DIM, 0, batch, length, name)):

@@ -40,9 +40,10 @@ def write(out: Path) -> Path:
         )
         parts.append(f"<section><h2>{title}</h2>{picture}</section>")
     tables = "".join(
-        f"<section>{of_markdown(make())}</section>"
+        f"<section>{of_markdown(table)}</section>"
         for file, make in TABLES.values()
         if file and there(file)
+        for table in one_by_one(make())
     )
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>relampago, measured</title><style>{STYLE}</style>'
@@ -51,6 +52,11 @@ def write(out: Path) -> Path:
     )
     (out / "index.html").write_text(page, encoding="utf-8")
     return out / "index.html"
+
+
+def one_by_one(text: str) -> list[str]:
+    """The tables of a text: some stand several together."""
+    return re.split(r"\n\n(?=\*\*)", text)
 
 
 def of_markdown(text: str) -> str:

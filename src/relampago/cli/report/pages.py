@@ -10,7 +10,8 @@ from relampago.cli.report.tables import TABLES
 
 PAGES = (
     "README.md", "README.es.md", "docs/batch-invariance.md", "docs/benchmarks.md", "docs/derivatives.md",
-    "docs/distributed.md", "docs/hopper.md", "docs/statistics.md", "docs/support.md", "docs/switching.md",
+    "docs/distributed.md", "docs/fp8.md", "docs/hopper.md", "docs/statistics.md", "docs/support.md",
+    "docs/switching.md",
 )  # fmt: skip
 
 

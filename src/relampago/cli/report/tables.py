@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from relampago.cli.console import size
+from relampago.cli.console import seconds, size
 from relampago.cli.report import features
 from relampago.cli.report.markdown import markdown
 from relampago.cli.report.results import load, there
 from relampago.plan import Plan, table
-from relampago.problem import Device, Problem
+from relampago.problem import Device, Layout, Problem
 
 
 def cpu() -> str:
@@ -105,19 +105,15 @@ def triton() -> str:
 
 
 def _others(rows: list[dict[str, Any]]) -> str:
-    """Window, memory and host time in a sentence each."""
+    """Window and memory in a sentence each. (Host time has a run of its own, `host-time.json`.)"""
     found = {row["what"]: row for row in rows}
     peaks = [row for row in rows if row["what"] == "memory"]
-    host = {row["call"]: row["microseconds"] for row in rows if row["what"] == "host"}
     text = ""
     if window := found.get("window 1024 at 32k"):
         text += f" Window 1024 at 32k: {window['ratio']:.1f}× faster than full causal."
     if peaks:
         sizes = ", ".join(f"{row['mib']:.0f} MiB at {row['length'] // 1024}k" for row in peaks)
         text += f" Peak memory of forward and backward beyond the inputs, 8 heads, d 64: {sizes}."
-    if host:
-        calls = ", ".join(f"{name} {us:.0f}" for name, us in host.items())
-        text += f" Host time of a warm call in µs: {calls}."
     return text
 
 
@@ -125,28 +121,36 @@ def decode() -> str:
     """Decoding with the tables' plans, KV bytes per second."""
     data = load("h200/decode-sweep.json")
     shapes = [(b, kv) for kv in (8192, 32768) for b in (1, 8, 64)]
-    wanted = {
-        "SDPA cuDNN": lambda r: r["impl"] == "sdpa_cudnn",
-        "relampago, contiguous": lambda r: (r.get("kind"), r.get("plan")) == ("dense", "k128w4s3"),
-        "relampago, cache": lambda r: (r.get("kind"), r.get("plan")) == ("cache", "k128w4s3"),
-        **{
-            f"relampago, pages of {n}": lambda r, n=n: (
-                (r.get("kind"), r.get("plan")) == (f"p{n}", "k64w4s4")
-            )
-            for n in (16, 64, 256)
-        },
-    }
+    kinds = {
+        "relampago, contiguous": ("dense", Layout.DENSE), "relampago, cache": ("cache", Layout.CACHE),
+        **{f"relampago, pages of {n}": (f"p{n}", Layout.PAGED) for n in (16, 64, 256)},
+    }  # fmt: skip
     rows = []
-    for label, fits in wanted.items():
+    for label in ("SDPA cuDNN", *kinds):
         best: dict[tuple[int, int], float] = {}
         for r in data["rows"]:
-            if fits(r) and r.get("auto", True) and r.get("chained") is not False and "gbs" in r:
-                shape = (r["b"], r["kv"])
+            shape = (r["b"], r["kv"])
+            if label in kinds:
+                kind, layout = kinds[label]
+                fits = (r.get("kind"), r.get("plan")) == (kind, decoding_plan(layout, *shape))
+            else:
+                fits = r["impl"] == "sdpa_cudnn"
+            if fits and r.get("auto", True) and r.get("chained") is not False and "gbs" in r:
                 best[shape] = max(best.get(shape, 0.0), r["gbs"])
         rows.append([label, *(f"{best[s]:.0f}" if s in best else "–" for s in shapes)])
     head = ["GB/s of keys and values", *(f"b {b}, {kv // 1024}k" for b, kv in shapes)]
     note = "NVIDIA H200, 32/8 heads, d 128, bf16, CUDA graph, 2026-12-01, one run (`h200/decode-sweep.json`)."
     return markdown("Decoding on the H200", head, rows, note)
+
+
+def decoding_plan(layout: Layout, batch: int, keys: int) -> str:
+    """What sm90.toml has for a shape of the run, by the run's name."""
+    p = Problem(
+        device=Device("cuda", "sm90", 132), batch=batch, heads_q=32, heads_kv=8, len_q=1, len_k=keys, dim=128,
+        dim_v=128, dtype="bf16", layout_k=layout,
+    )  # fmt: skip
+    plan = next(row.plan for row in table("sm90")["triton.decode"] if row.matches(p))
+    return f"k{plan.block_k}w{plan.warps}s{plan.stages}"
 
 
 SHAPES = {(16, 1024): "16 × 1k", (4, 4096): "4 × 4k", (1, 16384): "1 × 16k", (1, 32768): "1 × 32k"}
@@ -157,13 +161,15 @@ WIDTH = 2048  # heads times dim
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
-def chosen(dim: int, dim_v: int, causal: bool, batch: int, length: int) -> Plan:
+def chosen(
+    dim: int, dim_v: int, causal: bool, batch: int, length: int, kernel: str = "forward"
+) -> Plan:
     """What sm90.toml has for a shape of the run."""
     p = Problem(
         device=Device("cuda", "sm90", 132), batch=batch, heads_q=WIDTH // dim, heads_kv=WIDTH // dim, len_q=length,
         len_k=length, dim=dim, dim_v=dim_v, dtype="bf16", right=causal,
     )  # fmt: skip
-    return next(row.plan for row in table("sm90")["gluon_sm90.forward"] if row.matches(p))
+    return next(row.plan for row in table("sm90")[f"gluon_sm90.{kernel}"] if row.matches(p))
 
 
 def forward_rates(file: str) -> dict[tuple[Any, ...], float]:
@@ -210,14 +216,24 @@ def gluon() -> str:
     return markdown("Hopper forward in Gluon on the H200", head, rows, note)
 
 
-LATE = 4096
-BACKWARD = {  # what sm90.toml chooses: the run's name by (d, causal), below LATE rows and from there on
-    (64, 0): ("d64-q64-f2n-drawn", "d64-q64-f2n-drawn"),
-    (64, 1): ("d64-q64-f2n-drawn", "d64-q64-f2n-drawn"),
-    (128, 0): ("d128-f0-drawn", "d128-f3n"),
-    (128, 1): ("d128-f0-drawn", "d128-f3n-drawn"),
-    (256, 0): ("d256-twins1p", "d256-twins1p"),
-    (256, 1): ("d256-twins1p", "d256-twins1p"),
+_FUSED = Plan(block_q=64, block_k=128, fused=1)
+BACKWARD_NAMES = {  # the run's name of a plan over keys: what it wrote down has no plans
+    (64, replace(_FUSED, stages=4, ahead=2, pingpong=1, schedule=2)): "d64-q64-f2n-drawn",
+    (64, replace(_FUSED, stages=4, ahead=2, pingpong=1)): "d64-q64-f2n",
+    (128, _FUSED): "d128-f0",
+    (128, replace(_FUSED, schedule=2)): "d128-f0-drawn",
+    (128, replace(_FUSED, ahead=2, pingpong=1, schedule=2)): "d128-f2n-drawn",
+    (128, replace(_FUSED, ahead=3, pingpong=1)): "d128-f3n",
+    (128, replace(_FUSED, ahead=3, pingpong=1, schedule=2)): "d128-f3n-drawn",
+    (256, Plan(block_q=64, block_k=64)): "d256-twins1p",
+}
+BACKWARD = {  # by (d, causal), for each of SHAPES: the run's name of what sm90.toml chooses, "" if it was not in it
+    (dim, causal): tuple(
+        BACKWARD_NAMES.get((dim, chosen(dim, dim, bool(causal), *shape, "backward")), "")
+        for shape in SHAPES
+    )
+    for dim in (64, 128, 256)
+    for causal in (0, 1)
 }
 BACKWARD_RUNS = ("h200/gluon-backward-drawn.json", "h200/gluon-backward.json")
 
@@ -233,8 +249,8 @@ def gluon_backward() -> str:
     rows = []
     for (dim, is_causal), names in BACKWARD.items():
         cells = [f"d {dim} {'causal' if is_causal else 'full'}"]
-        for shape in SHAPES:
-            where, name = (dim, is_causal, *shape), names[shape[1] >= LATE]
+        for shape, name in zip(SHAPES, names, strict=True):
+            where = (dim, is_causal, *shape)
             rates = next((run for run in runs if (*where, name) in run), {})
             ours, *peers = (rates.get((*where, who)) for who in (name, "cudnn", "flash", "triton"))
             if ours is None or peers[0] is None:
@@ -251,8 +267,8 @@ def gluon_backward() -> str:
     )
     note = (
         f"{load(BACKWARD_RUNS[0])['machine']}, bf16, TFLOP/s of the whole backward, heads = 2048 / d, CUDA graph, "
-        f"one run each: {said}. "
-        "FlashAttention-4 was in neither."
+        f"one run each: {said}, with dQ's softmax pinned, as the table no longer has it. FlashAttention-4 was in "
+        "neither."
     )
     return markdown("Hopper backward in Gluon on the H200", head, rows, note)
 
@@ -260,9 +276,17 @@ def gluon_backward() -> str:
 TRAINING = tuple(f"h200/train-step{run}.json" for run in ("", "-bf16", "-compiled", "-mistral"))
 
 
+TRAINING_ON_CPU = "cpu/train-step.json"
+
+
 def training() -> str:
     """The training step of 7 billion parameters: each run that there is."""
     return "\n\n".join(training_run(file) for file in TRAINING if there(file))
+
+
+def training_on_cpu() -> str:
+    """The same step of a tiny model, where there is no GPU."""
+    return training_run(TRAINING_ON_CPU)
 
 
 def training_run(file: str) -> str:
@@ -274,8 +298,14 @@ def training_run(file: str) -> str:
     peak = rows.peak_flops(record)
     lines = [table.cells(row, shape, peak) for row in made]
     first, facts = record["cells"][0], record["machine"]
+    one = facts.get("threads") == 1
+    chip = (
+        facts["gpus"][0]["name"]
+        if first["device"] == "cuda"
+        else f"{facts['cpu']}, {facts['threads']} thread{'' if one else 's'}"
+    )
     note = (
-        f"{facts['gpus'][0]['name']}, torch {facts['torch']}, {facts['date'][:10]}, {first['model']}, {shape.layers} "
+        f"{chip}, torch {facts['torch']}, {facts['date'][:10]}, {first['model']}, {shape.layers} "
         f"layers, checkpoints: {first['checkpoint']}, AdamW: {first['optimiser']}; ~: estimates "
         f"(`{file}`). {' '.join(f'{said}.' for said in rows.gains(made))}"
         f"{' In this run: ' + record['remark'] + '.' if 'remark' in record else ''}"
@@ -296,8 +326,31 @@ def moved() -> str:
     note = (
         f"{facts['gpus'][0]['name']}, {facts['date'][:10]}, q {asked['q']}, {asked['dtype']}, "
         f"{'causal' if asked['causal'] else 'full'}{f'; no bytes: {blind}' if blind else ''} (`h200/io.json`)."
+        f"{of_the_mask(record['rows'])}"
     )
     return markdown("Device memory, by counters", list(measured.HEAD), lines, note)
+
+
+def of_the_mask(rows: list[dict[str, Any]]) -> str:
+    """What of standard attention's forward was the making of its mask, where the run made it in the call."""
+    kernels = next(
+        (
+            r["kernels"]
+            for r in rows
+            if (r["contestant"], r["direction"]) == ("standard", "forward")
+        ),
+        [],
+    )
+    names = [k["name"] for k in kernels]
+    made = [i for i, name in enumerate(names) if "arang" in name or "bitwise_not" in name]
+    if not made:
+        return ""
+    part = kernels[made[0] : made[-1] + 1]
+    read, written, took = (sum(k[what] for k in part) for what in ("read", "written", "seconds"))
+    return (
+        f" Standard forward made its causal mask in the call: {size(read)} read, {size(written)} written, "
+        f"{seconds(took)} of the above; the formula has none of it. The command makes the mask before the call since."
+    )  # fmt: skip
 
 
 CURVES = ("cpu/train-tiny.json", "h200/train-tiny.json")
@@ -340,6 +393,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "gluon": (FORWARD[0], gluon),
     "gluon-backward": (BACKWARD_RUNS[0], gluon_backward),
     "train-step": (TRAINING[0], training),
+    "train-step-cpu": (TRAINING_ON_CPU, training_on_cpu),
     "io": ("h200/io.json", moved),
     "train-tiny": (CURVES[0], curves),
     "statistics-cpu": ("cpu/statistics.json", features.statistics_on_cpu),
@@ -347,6 +401,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "derivatives": ("h200/derivatives.json", features.derivatives),
     "invariance": ("h200/batch-invariance.json", features.invariance),
     "ring": ("h200/ring-one-gpu.json", features.ring),
+    "ring-errors": ("cpu/ring-errors.json", features.ring_errors),
+    "fp8-accuracy": ("cpu/fp8-accuracy.json", features.outliers),
     "models": ("h200/transformers-speed.json", features.models),
     "overhead": ("h200/dropin-overhead.json", features.overhead),
     "support": ("", support),

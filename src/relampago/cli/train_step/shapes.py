@@ -92,19 +92,6 @@ class Shape:
         matrices = self.layers * sum(self.projections.values()) + self.head
         return 6 * matrices * length + 3 * self.layers * self.attention(length).forward_flops
 
-    def hardware_flops(self, length: int, checkpoint: str) -> int:
-        """What the tensor cores do in a step with tiled attention: what checkpoints and the backward make again too."""
-        again = {
-            "full": tuple(self.projections), "most": ("gate", "up"),
-            "attention": tuple(self.projections), "none": (),
-        }[checkpoint]  # fmt: skip
-        repeated = 2 * self.layers * sum(self.projections[name] for name in again) * length
-        work = self.attention(length)
-        passes = 2 if checkpoint == "full" else 1
-        attention = passes * work.forward_flops + work.backward_flops
-        matrices = self.layers * sum(self.projections.values()) + self.head
-        return 6 * matrices * length + repeated + self.layers * attention
-
 
 SHAPES = {
     "llama-7b": Shape("llama", 4096, 11008, 32, 32, 32, 32000, None, "Llama 7B, arXiv 2302.13971"),
