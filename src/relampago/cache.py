@@ -7,12 +7,14 @@ in a CUDA graph once room is reserved. Lengths live on the device (int32) and, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relampago.errors import InvalidInput
 from relampago.quant.cast import E4M3, quantise
+from relampago.shapes import is_one_of
 
 
 class KVCache:
@@ -113,20 +115,18 @@ class KVCache:
         self, k_scale: Tensor | None, v_scale: Tensor | None, *shapes: tuple[int, ...]
     ) -> None:
         """Check the scales, which have one of these shapes, and keep them; none where keys are not e4m3."""
+        kind, wanted = (torch.float32, self.k.device), self.k.dtype == E4M3
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if self.k.dtype != E4M3:
-                fits, expected = scale is None, f"None, as keys are {self.k.dtype}"
+            if isinstance(scale, Tensor):
+                fits = wanted and is_one_of(tuple(scale.shape), shapes)
+                fits = fits and (scale.dtype, scale.device) == kind
             else:
-                kind = (torch.float32, self.k.device)
-                fits = isinstance(scale, Tensor) and (
-                    tuple(scale.shape) in shapes and (scale.dtype, scale.device) == kind
-                )
-                either = " or ".join(map(str, shapes))
-                expected = f"{either} torch.float32 {self.k.device}, as keys are {E4M3}"
+                fits = scale is None and not wanted
             if not fits:
-                shown = isinstance(scale, Tensor)
-                got = f"{tuple(scale.shape)} {scale.dtype} {scale.device}" if shown else repr(scale)
-                raise InvalidInput(f"{name} is {got}; expected {expected}")
+                form = f"{' or '.join(map(str, shapes))} torch.float32 {self.k.device}"
+                raise InvalidInput(
+                    f"{name} is {_shown(scale)}; expected {form if wanted else None}, as keys are {self.k.dtype}"
+                )
         self.k_scale, self.v_scale = k_scale, v_scale
         if self.k.dtype == E4M3:
             self.saturated = torch.zeros((), dtype=torch.int64, device=self.k.device)
@@ -174,7 +174,7 @@ class KVCache:
 
     def _reserve_for(self, n: int) -> None:
         """Make sure that n more tokens fit, by the host's bound of the lengths."""
-        fullest = max(self._bound, default=0)
+        fullest = max([0, *self._bound])
         if fullest + n > self.room:
             raise InvalidInput(
                 f"k has {n} tokens; expected at most {self.room - fullest}: the room is {self.room}"
@@ -265,7 +265,7 @@ class PagedKVCache(KVCache):
             max(0, -(-n // self.page) - len(owned))
             for n, owned in zip(wanted, self._owned, strict=True)
         ]
-        if max(wanted, default=0) > self.room:
+        if max([0, *wanted]) > self.room:
             raise InvalidInput(
                 f"tokens is {max(wanted)}; expected at most {self.room}, the room of one sequence"
             )
@@ -438,6 +438,12 @@ class CacheView(KVCache):
         place = torch.arange(n, device=self.k.device)
         index = (self.page_table[b, place // page].long(), place % page)
         return self.k[index], self.v[index]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {value.device}"
+    return repr(value)
 
 
 def _positive(**sizes: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relampago import defaults, quant, validate
 from relampago.cache import KVCache
-from relampago.masks.spec import Extent, resolve
+from relampago.masks.spec import Extent, Resolved, resolve
 from relampago.mods import constant
 from relampago.options import Options, Packing, mask_of, mods_of, seed_of
 from relampago.problem import Facts
@@ -92,7 +92,7 @@ def prepare(
         left=_index(seen.left),
         right=_index(seen.right),
         prefix=_index(seen.prefix),
-        block=None if seen.blocks is None else seen.blocks.block,
+        block=_tile(seen),
         mods=tuple(mod.token for mod in mods),
         dropout_p=constant(o.dropout_p),
         deterministic=defaults.deterministic(o.deterministic) or invariant,
@@ -139,6 +139,14 @@ def _out_dtype(q: Tensor, shard: bool) -> str | None:
 def _index(x: int | None) -> int | None:
     """A plain int, also of one that torch.compile made symbolic: a window that another call had otherwise."""
     return None if x is None else operator.index(x)
+
+
+def _tile(seen: Resolved) -> tuple[int, int] | None:
+    """A BlockSparse's (queries, keys), likewise: of one that is an argument of what is compiled."""
+    if seen.blocks is None:
+        return None
+    rows, keys = seen.blocks.block
+    return operator.index(rows), operator.index(keys)
 
 
 def _backend(name: str | None) -> str | None:

@@ -60,7 +60,8 @@ def _refuse_transforms(name: str) -> None:
 @torch.library.impl(library, "forward_max", "CompositeExplicitAutograd")
 def _forward_max(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, facts = gather(args)
-    top = _lowest(x)
+    with torch.inference_mode(False):  # a backend leaves that mode, and then writes to it
+        top = _lowest(x)
     if (
         x.mods or x.bias is not None
     ):  # the running maximum holds them too: the products have a pass of their own

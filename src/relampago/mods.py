@@ -343,7 +343,9 @@ def window_bias(table: Tensor, window: Sequence[int]) -> ScoreMod:
     sides = tuple(window)
     if not sides or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in sides):
         raise InvalidInput(f"window is {window!r}; expected ints of at least 1")
-    rows = _math.prod(2 * w - 1 for w in sides)
+    rows = 1
+    for w in sides:  # no math.prod: Dynamo does not know it of a generator
+        rows *= 2 * w - 1
     if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[0] != rows:
         raise InvalidInput(
             f"table is {_shown(table)}; expected a tensor ({rows}, H) for window {sides}"

@@ -215,7 +215,7 @@ def _backward_args(
     return (
         *_returned(x, grads),
         [
-            _absent(x.q) if grad is None else grad.to(source.dtype)
+            _absent(x.q) if grad is None else grad.to(source.dtype).contiguous()
             for grad, source in zip(grads.mod_args, x.mod_args, strict=False)
         ],
     )
@@ -309,8 +309,8 @@ def _backward_tangent(
 
 
 def _returned(x: Arrays, grads: Grads) -> tuple[Tensor, ...]:
-    """Gradients of the inputs as an op returns them."""
-    return tuple(_absent(x.q) if grad is None else grad for grad in in_dtype(x, grads))
+    """Gradients of the inputs as an op returns them: contiguous, as its fake says, however the inputs lie."""
+    return tuple(_absent(x.q) if grad is None else grad.contiguous() for grad in in_dtype(x, grads))
 
 
 def in_dtype(x: Arrays, grads: Grads) -> list[Tensor | None]:

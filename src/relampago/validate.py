@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from relampago.errors import InvalidInput
 from relampago.quant.cast import BLOCK, E4M3, check_scales
+from relampago.shapes import broadcasts, is_one_of
 
 Check = tuple[str, Any, Any, bool]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -199,7 +200,7 @@ def extras(
         named = {"q": q, "bias": bias}
         require([("bias", ("is a {}", type(bias).__name__), "a tensor", isinstance(bias, Tensor))])
         shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-        fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, full, strict=True))
+        fits = broadcasts(shape, full)
         require(
             [
                 (
@@ -223,9 +224,9 @@ def extras(
             ],
             named,
         )
-    for name, value, shapes in (
-        ("sinks", sinks, ((heads,),)),
-        ("alibi_slopes", alibi_slopes, ((heads,), (batch, heads))),
+    for name, value, form, shapes in (
+        ("sinks", sinks, "{}", ((heads,),)),
+        ("alibi_slopes", alibi_slopes, "{} or {}", ((heads,), (batch, heads))),
     ):
         if value is None:
             continue
@@ -236,8 +237,8 @@ def extras(
                 (
                     name,
                     ("has shape {}", tuple(value.shape)),
-                    " or ".join(map(str, shapes)),
-                    tuple(value.shape) in shapes,
+                    (form, *shapes),
+                    is_one_of(tuple(value.shape), shapes),
                 ),
                 (name, ("has dtype {}", value.dtype), "a float dtype", value.dtype in FLOATS),
                 (
@@ -362,7 +363,7 @@ def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: tor
             require(
                 [
                     ("score_mod", ("has an argument by {!r} of shape {}", axis, shape), ("one of {}", shapes),
-                     shape in shapes),
+                     is_one_of(shape, shapes)),
                     ("score_mod", ("has {} distances", shape[-1:]), "an odd number, 2·R + 1", odd),
                     ("score_mod", ("has an argument on {}", tensor.device), ("{}, as q", device),
                      tensor.device == device),
@@ -377,7 +378,8 @@ def score_args(mods: Iterable[Any], full: tuple[int, int, int, int], device: tor
 def _places(t: Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     require(
         [
-            ("score_mod", ("has places of shape {}", tuple(t.shape)), ("one of {}", shapes), tuple(t.shape) in shapes),
+            ("score_mod", ("has places of shape {}", tuple(t.shape)), ("one of {}", shapes),
+             is_one_of(tuple(t.shape), shapes)),
             ("score_mod", ("has places of dtype {}", t.dtype), "torch.int32 or torch.int64",
              t.dtype in (torch.int32, torch.int64)),
             ("score_mod", ("has places on {}", t.device), ("{}, as q", device), t.device == device),

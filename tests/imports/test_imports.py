@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "src" / "relampago"
 
 # Each module may import from its own level and the levels before it.
 LEVELS = (
-    ("errors", "dropout"),
+    ("errors", "dropout", "shapes"),
     ("masks", "mods"),
     ("problem", "merge", "cache", "quant", "tape", "start"),
     ("plan", "work"),

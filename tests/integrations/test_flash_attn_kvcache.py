@@ -186,7 +186,11 @@ def test_refusals() -> None:
         ({"cache_batch_idx": lengths.long()}, "cache_batch_idx is torch.int64"),
         ({"block_table": lengths[:, None], "cache_leftpad": lengths}, "cache_leftpad is given"),
         ({"block_table": lengths[:2, None]}, "block_table is"),
-        ({"k": k[..., :8], "v": v, "cache_seqlens": 3}, "k or v is"),
+        ({"k": k[..., :8], "v": v, "cache_seqlens": 3}, r"k is \(3, 3, 2, 8\)"),
+        ({"k": k, "v": v[..., :8], "cache_seqlens": 3}, r"v is \(3, 3, 2, 8\)"),
+        ({"k": k[:1], "v": v[:1], "cache_seqlens": 3}, r"k is \(1, 3, 2, 16\) torch.float32; expected \(3, 3, 2, 16\)"),
+        ({"k": k, "v": v[:, :2], "cache_seqlens": 3}, r"v is \(3, 2, 2, 16\)"),
+        ({"k": k[0], "v": v[0], "cache_seqlens": 3}, r"k is \(3, 2, 16\)"),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=message):
             fa.flash_attn_with_kvcache(q, cache.k, cache.v, **words)

@@ -393,6 +393,17 @@ def test_inference_mode_and_no_grad() -> None:
         assert torch.equal(rl.attention(q, k, v), want)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_max_logits_in_inference_mode(backend) -> None:
+    q, k, v = make()
+    want = rl.attention(q, k, v, return_max_logits=True, backend=backend)
+    for given in ((q, k, v), None):
+        with torch.inference_mode():
+            given = given or [t.clone() for t in (q, k, v)]
+            got = rl.attention(*given, return_max_logits=True, backend=backend)
+            torch.testing.assert_close(got, want)
+
+
 def test_catalogue_names_are_unique() -> None:
     names = [case.name for case in CONTRACT]
     assert len(names) == len(set(names))

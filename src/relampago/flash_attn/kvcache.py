@@ -114,6 +114,8 @@ def flash_attn_with_kvcache(
     _check(q, k_cache, k, v, cache_batch_idx, cache_leftpad, table, cache_seqlens)
     room = room_of(k_cache, batch, table, cache_batch_idx)
     before = lengths_of(cache_seqlens, batch, room, k_cache.device)
+    if k is not None and v is not None:
+        _check_new(k_cache, v_cache, k, v, batch, cu_seqlens_k_new)
     options = options_of(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, s_aux=s_aux,
@@ -289,7 +291,7 @@ def append(
         which, counts = sequence_of(cu, k.shape[0]), cu.diff()
         if k.device.type == "cpu":  # rows beyond the last sequence
             which, place, k, v = (t[: int(cu[-1])] for t in (which, place, k, v))
-    if place.device.type == "cpu" and place.numel():
+    if place.device.type == "cpu" and place.numel() and not torch.compiler.is_compiling():
         expect(
             int(place.max()) < room.room,
             "k needs {} places; expected at most the {} of a sequence's room",
@@ -298,16 +300,27 @@ def append(
         )
     pages = which if room.pages is None else room.pages[which, place // room.page].long()
     for cache, new in ((k_cache, k), (v_cache, v)):
-        expect(
-            new.shape[-2:] == cache.shape[-2:] and (new.dtype == cache.dtype),
-            "k or v is {} {}; expected {} at the end, {}",
-            tuple(new.shape),
-            new.dtype,
-            tuple(cache.shape[2:]),
-            cache.dtype,
-        )
         put(cache, (pages, place % room.page), new)
     return counts
+
+
+def _check_new(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: int, cu: Tensor | None
+) -> None:
+    """New tokens are those of the batch, and as the caches hold them."""
+    lead = tuple(k.shape[:-2]) if cu is not None else (batch, *k.shape[1:-2])
+    rank = 4 if cu is None else 3
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        want = (*lead, *cache.shape[2:])
+        expect(
+            new.ndim == rank and tuple(new.shape) == want and new.dtype == cache.dtype,
+            "{} is {} {}; expected {} {}",
+            name,
+            tuple(new.shape),
+            new.dtype,
+            want,
+            cache.dtype,
+        )
 
 
 def view_of(call: Readable, lengths: Tensor, room: Room, leftpad: Tensor | None) -> CacheView:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relampago.errors import InvalidInput
+from relampago.shapes import broadcasts, is_one_of
 
 if TYPE_CHECKING:
     from relampago.masks.blocks import BlockSparse
@@ -236,7 +237,11 @@ def _given_rows(part: Runs, extent: Extent) -> tuple[Tensor, Tensor]:
     tables = []
     for name, table in (("start", part.start), ("end", part.end)):
         shapes = ((extent.len_q,), (1, extent.len_q), (extent.batch, extent.len_q))
-        if not isinstance(table, Tensor) or table.is_floating_point() or table.shape not in shapes:
+        if (
+            not isinstance(table, Tensor)
+            or table.is_floating_point()
+            or not is_one_of(tuple(table.shape), shapes)
+        ):
             raise InvalidInput(
                 f"mask: Runs {name} is {_describe(table)}; expected ints {shapes[0]} or {shapes[2]}"
             )
@@ -263,12 +268,11 @@ def _prefix_rows(part: Prefix, extent: Extent) -> tuple[Tensor, Tensor]:
 def _document_rows(part: Document, extent: Extent) -> tuple[Tensor, Tensor]:
     """Each row's document [start, end), as tables (B or 1, Lq)."""
     starts = part.starts
-    rows = (1, extent.batch)
     if (
         not isinstance(starts, Tensor)
         or starts.is_floating_point()
         or starts.ndim not in (1, 2)
-        or (starts.ndim == 2 and starts.shape[0] not in rows)
+        or (starts.ndim == 2 and not broadcasts((starts.shape[0],), (extent.batch,)))
     ):
         raise InvalidInput(
             f"mask: Document starts is {_describe(starts)}; expected ints (n,) or ({extent.batch}, n), ascending"
@@ -293,7 +297,7 @@ def _check_dense(seen: Tensor, extent: Extent) -> Tensor:
         raise InvalidInput(
             f"mask has dtype {seen.dtype}; expected bool (a float mask goes to bias=)"
         )
-    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=False)):
+    if not broadcasts(shape, full):
         raise InvalidInput(
             f"mask has shape {tuple(seen.shape)}; expected one that broadcasts to {full}"
         )
@@ -308,7 +312,7 @@ def _check_blocks(blocks: BlockSparse, extent: Extent) -> None:
         raise InvalidInput(
             f"mask: BlockSparse was made for lengths {blocks.shape}; expected {(extent.len_q, extent.len_k)}"
         )
-    if lead[0] not in (1, extent.batch) or lead[1] not in (1, extent.heads):
+    if not broadcasts(lead, (extent.batch, extent.heads)):
         raise InvalidInput(
             f"mask: BlockSparse has {lead[0]} batches and {lead[1]} heads; "
             f"expected 1 or {extent.batch}, and 1 or {extent.heads}"

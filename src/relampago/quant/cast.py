@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from relampago.errors import InvalidInput
+from relampago.shapes import is_one_of
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -159,7 +160,7 @@ def check_scales(
     shapes = ((1, 1, 1), (batch, heads, 1), (batch, heads, blocks))
     if not isinstance(scales, Tensor):
         raise InvalidInput(f"{name} is {scales!r}; expected a tensor of one of {shapes}")
-    if tuple(scales.shape) not in shapes:
+    if not is_one_of(tuple(scales.shape), shapes):
         raise InvalidInput(f"{name} has shape {tuple(scales.shape)}; expected one of {shapes}")
     if scales.dtype != torch.float32 or scales.device != device:
         raise InvalidInput(

@@ -17,6 +17,7 @@ from relampago.answer import answer
 from relampago.integrations.refusals import Refused, expect, refuses
 from relampago.integrations.sdpa.ragged import attend_nested
 from relampago.options import Options
+from relampago.shapes import broadcasts
 
 
 @refuses
@@ -157,9 +158,8 @@ def fitting(mask: Tensor, q: Tensor, k: Tensor, lead: tuple[int, ...]) -> Tensor
     )
     full = (*lead, q.shape[2], q.shape[1], k.shape[1])
     shape, mask = tuple(mask.shape), _padded(mask)
-    short = mask.ndim <= len(full)
     padded = (1,) * (len(full) - mask.ndim) + tuple(mask.shape)
-    held = short and all(n in (1, m) for n, m in zip(padded, full, strict=True))
+    held = broadcasts(padded, full)
     expect(held, "attn_mask has shape {}; expected one that broadcasts to {}", shape, full)
     if len(lead) == 1:
         return mask

@@ -1,0 +1,22 @@
+"""Whether sizes are those that are asked for, in words that torch.compile guards.
+
+Under Dynamo `n in (1, m)` is False where n is known and m a symbol, whatever its value; `==` makes a guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Shape = tuple[int, ...]
+
+
+def is_one_of(shape: Shape, shapes: Sequence[Shape]) -> bool:
+    """Whether a tensor has one of some shapes."""
+    return any(shape == s for s in shapes)
+
+
+def broadcasts(shape: Shape, full: Shape) -> bool:
+    """Whether a shape with as many dimensions as the full one broadcasts to it."""
+    return len(shape) == len(full) and all(
+        n == 1 or n == m for n, m in zip(shape, full, strict=True)
+    )
