@@ -26,7 +26,7 @@ def tune(
     kernel: Annotated[
         str,
         typer.Option(
-            help="forward, backward_dkdv, backward_dq, tangent, tangent_dkdv or tangent_dq; "
+            help="forward, decode, backward_dkdv, backward_dq, tangent, tangent_dkdv or tangent_dq; "
             "on the CPU forward or backward"
         ),
     ] = "forward",
@@ -34,11 +34,14 @@ def tune(
         str, typer.Option(help="fp32, bf16 or fp16; the machine's usual one if not given")
     ] = "",
     backend: Annotated[
-        str, typer.Option(help="cpu or triton; the machine's own if not given")
+        str, typer.Option(help="triton on a GPU, cpu elsewhere: no other's plans are tuned")
     ] = "",
+    page: Annotated[
+        int, typer.Option(min=0, help="decode: keys of a page; 0 for a contiguous cache")
+    ] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one")] = None,
     samples: Annotated[int, typer.Option(min=1, help="samples of each plan")] = 5,
-    limit: Annotated[int, typer.Option(min=1, help="try at most so many plans")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="try at most so many plans")] = 120,
 ) -> None:
     """Measure the plans of a kernel and print the best as a row for `tuning/tables`."""
     from relampago.cli import machine, timing
@@ -46,9 +49,9 @@ def tune(
     from relampago.tuning.search import candidates, row
 
     where = device or machine.best_device()
-    name = backend or ("triton" if where == "cuda" else "cpu")
+    name = _tuned(backend, where)
     precision = dtype or ("bf16" if where == "cuda" else "fp32")
-    problem, prepare = _subject(case, torch_dtype(precision), where, name, kernel)
+    problem, prepare = _subject(case, torch_dtype(precision), where, name, kernel, page)
     times: list[tuple[float, Plan]] = []
     failed = 0
     plans = list(candidates(problem, kernel))[:limit]
@@ -80,12 +83,25 @@ def tune(
     console.print(row(problem, name, kernel, plan, source), markup=False, highlight=False)
 
 
+def _tuned(backend: str, device: str) -> str:
+    """The backend whose plans are tried on a device."""
+    from relampago.errors import InvalidInput
+
+    own = "triton" if device == "cuda" else "cpu"
+    if backend not in ("", own):
+        raise InvalidInput(
+            f"--backend is {backend!r}; expected {own} on {device}: tune knows the plans of cpu and triton, "
+            "those of gluon_sm90 are swept by benchmarks/hopper"
+        )
+    return own
+
+
 def _words(plan: Plan) -> str:
     return " ".join(f"{name}={value}" for name, value in plan.items() if value)
 
 
 def _subject(
-    name: str, dtype: Any, device: str, backend: str, kernel: str
+    name: str, dtype: Any, device: str, backend: str, kernel: str, page: int = 0
 ) -> tuple[Any, Callable[[Plan], Callable[[], Any]]]:
     """The problem, and what makes a plan into a call to be timed."""
     import torch
@@ -110,6 +126,8 @@ def _subject(
         )
     tensors, options = dense[name].make(dtype, device)
     q, k, v = tensors
+    if kernel == "decode":
+        return _decoding(q, k, v, page)
     call = prepare(q, k, v, Options(**options))
     if kernel == "forward":
         problem = problem_of(call)
@@ -134,11 +152,46 @@ def _subject(
             lambda plan: lambda: engine.backward(problem, plan, x, saved, dout, None, Wanted()),
         )
 
+    from relampago.backends.triton import tables
     from relampago.backends.triton.backward import backward
+    from relampago.plan import first_match
 
-    by_keys = kernel == "backward_dkdv"
-    wanted = Wanted(q=not by_keys, k=by_keys, v=by_keys)
-    return problem, lambda plan: lambda: backward(x, plan, plan, saved, dout, None, wanted, True)
+    if kernel == "backward_dq":
+        rows = Wanted(k=False, v=False)
+        return problem, lambda plan: lambda: backward(x, plan, plan, saved, dout, None, rows, True)
+    # Over keys with what a plan leaves to rows: where it adds up dQ too, nothing is left.
+    own = first_match(tables(problem.device.arch), "triton.backward_dq", problem)
+    fixed = problem.deterministic
+    return (
+        problem,
+        lambda plan: lambda: backward(x, plan, own, saved, dout, None, Wanted(), fixed),
+    )
+
+
+def _decoding(q: Any, k: Any, v: Any, page: int) -> tuple[Any, Callable[[Plan], Callable[[], Any]]]:
+    """The same of decoding: the last query against all keys, in a cache or in pages that lie in any order."""
+    import torch
+
+    from relampago.backends.triton.decode import decode
+    from relampago.cache import KVCache, PagedKVCache
+    from relampago.lower import prepare
+    from relampago.op import arrays_of, problem_of
+    from relampago.options import Options
+
+    batch, length, heads, dim = k.shape
+    kinds: dict[str, Any] = {"dtype": k.dtype, "device": k.device}
+    if page:
+        each = -(-length // page)
+        cache = PagedKVCache(batch, batch * each, page, heads, dim, v.shape[-1], most=each, **kinds)
+        cache.reserve(length)
+        order = torch.randperm(batch * each, device=k.device)
+        cache.page_table.copy_(cache.page_table.flatten()[order].view(batch, each))
+    else:
+        cache = KVCache(batch, length, heads, dim, v.shape[-1], **kinds)
+    cache.append(k, v)
+    call = prepare(q[:, -1:], cache.k, cache.v, Options(causal=True), cache=cache)
+    x = arrays_of(call)
+    return problem_of(call), lambda plan: lambda: decode(x, plan)
 
 
 def _along(call: Any, kernel: str) -> tuple[Any, Callable[[Plan], Callable[[], Any]]]:

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from relampago.plan import Plan
 from relampago.problem import Problem
 
-KERNELS = ("forward", "backward_dkdv", "backward_dq", "tangent", "tangent_dkdv", "tangent_dq")
+KERNELS = (
+    "forward",
+    "decode",
+    "backward_dkdv",
+    "backward_dq",
+    "tangent",
+    "tangent_dkdv",
+    "tangent_dq",
+)
 
 
 def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
@@ -19,6 +27,9 @@ def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
         return
     if kernel.startswith("tangent"):
         yield from _along(max(p.dim, p.dim_v), kernel)
+        return
+    if kernel == "decode":
+        yield from _decoding(p)
         return
     hopper = p.device.kind == "cuda" and int(p.device.arch.removeprefix("sm")) >= 90
     wide = max(p.dim, p.dim_v)
@@ -33,13 +44,29 @@ def candidates(p: Problem, kernel: str) -> Iterator[Plan]:
             if wide <= 128
             else [(32, 64), (32, 128), (64, 64), (64, 128)]
         )
+    fused = kernel == "backward_dkdv" and not p.deterministic and p.dim <= 256
+    split = kernel == "backward_dkdv" and wide > 128
     for (block_q, block_k), warps, stages in itertools.product(tiles, (4, 8), (2, 3)):
+        shape = {"block_q": block_q, "block_k": block_k, "warps": warps, "stages": stages}
         for tma in (0, 1) if hopper else (0,):
-            yield Plan(block_q=block_q, block_k=block_k, warps=warps, stages=stages, tma=tma)
-            if kernel == "backward_dkdv" and wide > 128:
-                yield Plan(
-                    block_q=block_q, block_k=block_k, warps=warps, stages=stages, tma=tma, split=1
-                )
+            yield Plan(**shape, tma=tma)
+            if split:
+                yield Plan(**shape, tma=tma, split=1)
+        for tma in (0, 1, 2) if hopper else (0,):  # 2: dQ is added up by it as well
+            if fused:
+                yield Plan(**shape, tma=tma, fused=1)
+
+
+def _decoding(p: Problem) -> Iterator[Plan]:
+    """Plans of decoding. Tiles are cut to a kv head's rows: of those that come to the same, the widest serves most."""
+    wide = max(p.dim, p.dim_v)
+    rows = p.len_q * p.heads_q // max(1, p.heads_kv)
+    widest = {min(block_q, max(16, rows)): block_q for block_q in (16, 32, 64)}
+    keys = (32, 64, 128) if wide <= 128 else (16, 32, 64)
+    for block_q, block_k, warps, stages in itertools.product(
+        widest.values(), keys, (2, 4, 8), (2, 3, 4)
+    ):
+        yield Plan(block_q=block_q, block_k=block_k, warps=warps, stages=stages)
 
 
 def _along(wide: int, kernel: str) -> Iterator[Plan]:
@@ -53,8 +80,12 @@ def _along(wide: int, kernel: str) -> Iterator[Plan]:
 
 
 def row(p: Problem, backend: str, kernel: str, plan: Plan, source: str) -> str:
-    """A table row, ready to paste: it holds for this dtype and mask, and head dims up to this one."""
-    when = f'dtype = "{p.dtype}", dim_max = {p.dim}, dim_v_max = {p.dim_v}, right = {str(p.right).lower()}'
+    """A table row, ready to paste: it holds for this dtype, mask or layout of keys, and head dims up to this one."""
+    when = f'dtype = "{p.dtype}", dim_max = {p.dim}, dim_v_max = {p.dim_v}'
+    if kernel == "decode":
+        when += f', layout_k = "{p.layout_k.value}"'
+    else:
+        when += f", right = {str(p.right).lower()}"
     if p.left:
         when += ", left = true"
     defaults = Plan(block_q=1, block_k=1)
