@@ -207,6 +207,16 @@ def no_bend(tokens: tuple[str, ...]) -> str | None:
     return f"score mod {missing[0]} has no ddfn, which second derivatives need" if missing else None
 
 
+def with_sequences(tokens: Sequence[str], tensors: Sequence[Tensor]) -> list[bool]:
+    """Which of the mods' tensors have a dimension for sequences, before all others."""
+    ranks: list[int] = []
+    for token in tokens:
+        for slot in rule_of(token).slots:
+            if isinstance(slot, str):
+                ranks += [2] if slot == "head" else [3, 2] if slot == BETWEEN else [3]
+    return [t.ndim == rank for t, rank in zip(tensors, ranks, strict=True)]
+
+
 class Argument(NamedTuple):
     """A tensor argument of a mod, for the elements at hand."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relampago.mods import with_sequences
 from relampago.op import (
     BACKWARD_NAMES,
     BACKWARD_TANGENT_NAMES,
@@ -23,7 +24,7 @@ from relampago.problem import Facts
 
 Batched = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 BIAS_LIKE = ("bias", "tbias", "mask", "row_start", "row_end")  # a batch of their own, or 1 for all
-SHARED = ("sinks", "tsinks", "cu_q", "cu_k", "lens_k", "page_table", "seed", "blocks", "mod_args")
+SHARED = ("sinks", "tsinks", "seed")  # the same for all
 
 
 def _fold(
@@ -31,15 +32,22 @@ def _fold(
 ) -> list[Any]:
     """vmap: the new dimension joins the batch. Tensors without a batch of their own cannot differ along it."""
     given = dict(zip(names, zip(args, dims, strict=True), strict=True))
-    if given["cu_q"][0] is not None:
-        raise NotImplementedError("vmap over packed sequences: give it a padded batch")
+    if given["cu_q"][0] is not None or given["lens_k"][0] is not None:
+        raise NotImplementedError("vmap over packed sequences or a cache")
     q, q_dim = given["q"]
+    tokens = Facts.decode(given["facts"][0]).mods
     batch = q.shape[0 if q_dim is None else 1 if q_dim == 0 else 0]
     folded = []
     for name, (value, dim) in given.items():
         if isinstance(value, (list, tuple)) and any(isinstance(d, int) for d in dim or ()):
             raise NotImplementedError(f"vmap over {name}")
-        if not isinstance(value, Tensor):
+        if name == "blocks":  # the last are tiles, which have no batch
+            lists = (_repeated(t, size) if t.shape[0] > 1 else t for t in value[:-1])
+            folded.append([*lists, *value[-1:]])
+        elif name == "mod_args":
+            own = zip(value, with_sequences(tokens, value), strict=True)
+            folded.append([_repeated(t, size) if has else t for t, has in own])
+        elif not isinstance(value, Tensor):
             folded.append(value)
         elif name in SHARED:
             if dim is not None:
@@ -48,7 +56,7 @@ def _fold(
         elif name not in BIAS_LIKE:
             folded.append(_stack(value, dim, size).flatten(0, 1))
         elif dim is None:
-            folded.append(_stack(value, None, size).flatten(0, 1) if value.shape[0] > 1 else value)
+            folded.append(_repeated(value, size) if value.shape[0] > 1 else value)
         else:
             value = value.movedim(dim, 0)
             folded.append(value.expand(size, batch, *value.shape[2:]).flatten(0, 1))
@@ -59,9 +67,14 @@ def _stack(value: Tensor, dim: int | None, size: int) -> Tensor:
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 
+def _repeated(value: Tensor, size: int) -> Tensor:
+    """A batch that all samples share, once for each."""
+    return _stack(value, None, size).flatten(0, 1)
+
+
 def forward_vmap(run: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
     """The forward on samples."""
-    return _unfolded(run(*_fold(NAMES, args, dims, info.batch_size)), info.batch_size)
+    return _batched(run, NAMES, info.batch_size, dims, args)
 
 
 def tangent_vmap(run: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
@@ -88,7 +101,7 @@ def _batched(
     dims: tuple[Any, ...],
     args: tuple[Any, ...],
 ) -> Batched:
-    """Fold the samples into the batch if the forward has; else one by one.
+    """Fold the samples into the batch if they can be; else one by one.
 
     Dropout draws by the place in the batch: samples that share their inputs must be drawn alike, so they are not
     folded, and samples that have inputs of their own were folded by the forward, so they must be here.

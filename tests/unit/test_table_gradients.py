@@ -256,8 +256,8 @@ def test_in_pytorch() -> None:
     torch.testing.assert_close(got, want)
     with pytest.raises(rl.Unsupported, match="gradients of score mod arguments inside a transform"):
         torch.func.grad(lambda t: fn(t).sum())(learned.detach())
-    with pytest.raises(NotImplementedError, match="vmap over mod_args"):
-        torch.func.vmap(fn)(torch.randn(3, 16, 4))
+    samples = torch.randn(3, 16, 4)
+    torch.testing.assert_close(torch.func.vmap(fn)(samples), torch.stack([fn(t) for t in samples]))
 
 
 def test_refusals_are_words() -> None:

@@ -1,4 +1,4 @@
-"""What a PyTorch user expects of an operator: opcheck, compile, autocast, checkpointing, vmap, FLOPs, pickling."""
+"""What a PyTorch user expects of an operator: opcheck, compile, autocast, checkpointing, FLOPs, pickling."""
 
 from __future__ import annotations
 
@@ -281,41 +281,6 @@ def test_activation_checkpointing_redraws_the_same_dropout() -> None:
     got = torch.autograd.grad(checkpoint(fn, q, k, v, use_reentrant=False).sum(), (q, k, v))
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dims", [(0, 0, 0), (1, 0, None), (None, 2, 2)], ids=str)
-def test_vmap_joins_the_batch(dims) -> None:
-    q, k, v = make()
-    stacked = tuple(
-        t if d is None else torch.stack([t, t + 1, t * 2], d)
-        for t, d in zip((q, k, v), dims, strict=True)
-    )
-    got = torch.func.vmap(lambda q, k, v: rl.attention(q, k, v, causal=True), dims)(*stacked)
-    for i in range(3):
-        one = (t if d is None else t.select(d, i) for t, d in zip(stacked, dims, strict=True))
-        torch.testing.assert_close(got[i], rl.attention(*one, causal=True))
-
-
-def test_vmap_over_bias_and_gradients_per_sample() -> None:
-    q, k, v = make(batch=1)
-    samples = torch.stack([q, q + 1, q * 2])
-    bias = torch.randn(3, 4, 24, 24)
-
-    def loss(q, bias):
-        return rl.attention(q, k, v, bias=bias).square().sum()
-
-    got = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)))(samples, bias)
-    for i in range(3):
-        want = torch.func.grad(loss, argnums=(0, 1))(samples[i], bias[i])
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a[i], b)
-
-
-def test_vmap_refusals_are_words() -> None:
-    q, k, v = make()
-    sinks = torch.randn(3, 4)
-    with pytest.raises(NotImplementedError, match="vmap over sinks"):
-        torch.func.vmap(lambda s: rl.attention(q, k, v, sinks=s))(sinks)
 
 
 def test_flop_formula_counts_visible_pairs() -> None:
