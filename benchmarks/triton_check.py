@@ -1,7 +1,8 @@
 """The portable kernels on a GPU, through the public API:  python benchmarks/triton_check.py [budget_s]
 
-1 compiles (14 processes), 2 forward and backward at 16k tokens beside SDPA's backends, in alternating order, 3 a window
-at 32k, 4 host time of a call, 5 peak memory by length. Writes $OUT/triton.json; `report.py` makes a table of it.
+1 compiles (14 processes), 2 forward and backward at 16k tokens beside SDPA's backends and compiled flex_attention, in
+alternating order, 3 a window at 32k, 4 host time of a call, 5 peak memory by length. Who fails is left out, and why is
+written down. Writes $OUT/triton.json; `report.py` makes a table of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import relampago as rl
 
@@ -57,6 +59,35 @@ def peer(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
             return F.scaled_dot_product_attention(*turned, is_causal=causal).transpose(1, 2)
 
     return call
+
+
+def not_after(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    """The causal mask, in flex_attention's words."""
+    return row >= key
+
+
+def flex(length: int, causal: bool, device: str = "cuda") -> Callable[..., Tensor]:
+    """Compiled flex_attention, with relampago's layout; the mask's tiles are known beforehand."""
+    torch._dynamo.reset()  # else all cells share one limit of recompilations
+    mask = create_block_mask(not_after, None, None, length, length, device) if causal else None
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        turned = (t.transpose(1, 2) for t in (q, k, v))
+        return compiled(*turned, block_mask=mask).transpose(1, 2)
+
+    return call
+
+
+def able(made: dict[str, Callable[[], Any]], failed: dict[str, str]) -> dict[str, Any]:
+    """What each makes; of one that cannot, why."""
+    found = {}
+    for name, make in made.items():
+        try:
+            found[name] = make()
+        except Exception as error:  # a peer that cannot takes nobody else's time
+            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    return found
 
 
 def milliseconds(call: Callable[[], Any], target: float = 12.0) -> float:
@@ -93,21 +124,24 @@ def cell(dim: int, causal: bool) -> dict[str, Any]:
     q, k, v = tensors(LENGTH, heads, dim)
     dout = torch.randn_like(q)
     flops = 4 * LENGTH**2 * WIDTH * (0.5 if causal else 1) / 1e9
-    forward = {"triton": lambda q, k, v: ours(q, k, v, causal)}
+    failed: dict[str, str] = {}
+    forward: dict[str, Callable[..., Tensor]] = {"triton": lambda q, k, v: ours(q, k, v, causal)}
     forward |= {name: peer(backend, causal) for name, backend in PEERS.items()}
-    outs = {name: call(q, k, v) for name, call in forward.items()}
+    forward |= able({"flex": lambda: flex(LENGTH, causal)}, failed)
+    outs = able({name: lambda call=call: call(q, k, v) for name, call in forward.items()}, failed)
     with torch.no_grad():
-        times = race({name: lambda call=call: call(q, k, v) for name, call in forward.items()})
-    back = race(
-        {
-            name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-            for name, out in outs.items()
-        }
-    )
+        calls = {name: lambda name=name: forward[name](q, k, v) for name in outs}
+        times = race({name: calls[name] for name in able(calls, failed)})
+    calls = {
+        name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        for name, out in outs.items()
+    }
+    back = race({name: calls[name] for name in able(calls, failed)})
     return {
         "what": "16k", "dim": dim, "causal": causal,
         "forward": {name: flops / ms for name, ms in times.items()},
         "backward": {name: 2.5 * flops / ms for name, ms in back.items()},
+        "failed": failed,
     }  # fmt: skip
 
 
@@ -175,11 +209,21 @@ def memory() -> list[dict[str, Any]]:
     return rows
 
 
+def compile_flex(dim: int, causal: bool) -> None:
+    """At the length that is measured: its kernels are made for one."""
+    q, k, v = tensors(LENGTH, WIDTH // dim, dim)
+    call = flex(LENGTH, causal)
+    torch.autograd.grad(call(q, k, v), (q, k, v), torch.ones_like(q))
+    with torch.no_grad():
+        call(q, k, v)
+
+
 def compile_share(share: int) -> None:
     """What this process compiles for all."""
     for dim, causal in CELLS[share::PROCESSES]:
         q, k, v = tensors(512, 2, dim)
         torch.autograd.grad(ours(q, k, v, causal), (q, k, v), torch.ones_like(q))
+        able({"flex": lambda dim=dim, causal=causal: compile_flex(dim, causal)}, {})
     if share == len(CELLS):
         q, k, v = tensors(4096, 2, 128, grad=False)
         rl.attention(q, k, v, causal=True, window=(1023, 0), backend="triton")
@@ -218,7 +262,7 @@ def short(row: dict[str, Any]) -> str:
 
     def of(value: Any) -> str:
         if isinstance(value, dict):
-            return " ".join(f"{name} {rate:.0f}" for name, rate in value.items())
+            return " ".join(f"{name} {of(one)}" for name, one in value.items())
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     return "  ".join(f"{name}: {of(value)}" for name, value in row.items())
