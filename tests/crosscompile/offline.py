@@ -1,4 +1,7 @@
-"""Compile what a call would launch, for a GPU that is not there: the real launchers on a pretended driver."""
+"""Compile what a call would launch, for a GPU that is not there: the real launchers on a pretended driver.
+
+Whatever is compiled so multiplies strides in 64 bits, see `offsets.py`; Gluon's kernels have no such stage.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from crosscompile.offsets import narrow
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -77,6 +81,8 @@ class Recorder:
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         if "Compiling entry function" in log.getvalue():
             SAID[compiled.asm["ptx"]] = log.getvalue()
+        narrowed = narrow(compiled.asm.get("ttir", ""))
+        assert not narrowed, f"{kernel.fn.__name__}: {narrowed}"
         registers, spills = usage(self.arch, compiled.asm)
         name = kernel.fn.__name__
         self.built.append(Built(name, compiled.metadata.shared, registers, spills, compiled.asm))

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -42,30 +43,28 @@ def test_what_is_searched_for() -> None:
     assert len(mixed_up(WRONG)) == 1
 
 
-def _invariant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """SASS of batch-invariant kernels, of which ptxas 12.8 gets some wrong if head dims are cut in two."""
-    kinds: list[tuple[Asked, dict[str, Any]]] = [
-        (Asked((40, 72), keys="packed"), CAPPED), (Asked((67, 67), keys="packed"), {}),
-        (Asked((40, 72), keys="cache"), CAPPED), (Asked((67, 67), rows=1, keys="cache"), {}),
-    ]  # fmt: skip
-    return [
-        disassembled(build(monkeypatch, "sm90", PLAN, asked, **options)[0])
-        for asked, options in kinds
-    ]
+ODD: list[tuple[Asked, dict[str, Any]]] = [
+    (Asked((40, 72), keys="packed"), CAPPED),
+    (Asked((35, 67), keys="cache"), {"alibi_slopes": torch.ones(32)}),
+    (Asked((67, 67), rows=1, keys="cache"), {}),
+]
 
 
-@pytest.mark.pinned  # to ptxas 12.8, which gets them wrong; the newest is searched below
-def test_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [mixed_up(sass) for sass in _invariant(monkeypatch)] == [[], [], [], []]
+def _sass(monkeypatch: pytest.MonkeyPatch, asked: Asked, options: dict[str, Any]) -> str:
+    return disassembled(build(monkeypatch, "sm90", PLAN, asked, **options)[0])
+
+
+@pytest.mark.pinned  # to ptxas 12.8, which gets some wrong if head dims are cut in two
+@pytest.mark.parametrize(("asked", "options"), ODD)
+def test_batch_invariant_kernels(asked, options, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mixed_up(_sass(monkeypatch, asked, options)) == []
 
 
 @pytest.mark.pinned
-def test_in_two_parts_some_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else `arguments.parts` has lost its reason: delete it."""
-    monkeypatch.setattr(
-        A, "parts", lambda x: (32, 16, 64, 16) if x.q.shape[-1] == 40 else (64, 16) * 2
-    )
-    assert any(map(mixed_up, _invariant(monkeypatch)))
+def test_in_two_parts_one_is_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else look for another, and if there is none `arguments.parts` has lost its reason: delete it."""
+    monkeypatch.setattr(A, "parts", lambda x: (*A.split(x.q.shape[-1]), *A.split(x.v.shape[-1])))
+    assert mixed_up(_sass(monkeypatch, *ODD[1]))
 
 
 @pytest.mark.parametrize("keys", ["packed", pinned("cache")])

@@ -1,5 +1,15 @@
 """What the interpreter tries of Triton's kernels beside the catalogue, on a card: forced plans, caches, odd input."""
 
+from interpreter.offsets_suite import (  # noqa: F401
+    land,
+    test_backward,
+    test_batch_invariant,
+    test_decode,
+    test_decode_from_e4m3,
+    test_derivatives,
+    test_forward,
+    test_statistics,
+)
 from interpreter.suite import (  # noqa: F401
     dirty,
     test_a_mod_without_arguments,

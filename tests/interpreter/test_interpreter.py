@@ -18,6 +18,7 @@ pytest.importorskip("numpy")
     "name",
     [
         "suite",
+        "offsets_suite",
         "decode_suite",
         "tangent_suite",
         "statistics_suite",

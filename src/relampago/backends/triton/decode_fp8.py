@@ -69,10 +69,10 @@ def load_columns(
     key = tl.arange(0, BK)
     col = tl.arange(0, WIDTH)[:, None]
     if lay.page_table is None:
-        row = tl.cast(k0, tl.int64) * stride.l + key * stride.l
+        row = tl.cast(k0, tl.int64) * stride.l + key.to(tl.int64) * stride.l
     elif PAGE % BK == 0:
         base += tl.cast(page, tl.int64) * stride.b + tl.cast(k0 % PAGE, tl.int64) * stride.l
-        row = key * stride.l
+        row = key.to(tl.int64) * stride.l
     else:
         row = page.to(tl.int64) * stride.b + ((k0 + key) % PAGE).to(tl.int64) * stride.l
     at = base + row[None, :] + col

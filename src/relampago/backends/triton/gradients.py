@@ -27,6 +27,7 @@ from relampago.backends.triton.tile import (
     origin,
     part_of,
     pattern_of,
+    places,
     query_bounds,
     rows_of,
     scores,
@@ -84,7 +85,7 @@ def add_rows(
     else:
         row = tl.arange(0, N)
         col = COL + tl.arange(0, WIDTH)
-        at = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+        at = places(base, first, stride, COL, WIDTH, N)
         inside = (row[:, None] < limit - first) & (col[None, :] < DIM)
         tl.atomic_add(at, x, mask=inside, sem="relaxed")
 

@@ -138,6 +138,17 @@ def origin(stride, b, first, head):
 
 
 @triton.jit
+def places(base, first, stride, COL: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Addresses of rows first..first + N and columns COL..COL + WIDTH, [N, WIDTH].
+
+    In 64 bits within a tile too: rows of sequence-major keys lie a batch apart, 128 of them 2^31 elements and more.
+    """
+    row = tl.arange(0, N).to(tl.int64)
+    col = COL + tl.arange(0, WIDTH)
+    return base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+
+
+@triton.jit
 def load_tile(
     base, first, limit, stride, DIM: tl.constexpr, COL: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr,
@@ -145,7 +156,7 @@ def load_tile(
     """Rows first..first + N and columns COL..COL + WIDTH as [N, WIDTH]; 0 beyond DIM, and beyond limit if MASKED."""
     row = tl.arange(0, N)
     col = COL + tl.arange(0, WIDTH)
-    at = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+    at = places(base, first, stride, COL, WIDTH, N)
     if MASKED and COL + WIDTH > DIM:
         inside = (row[:, None] < limit - first) & (col[None, :] < DIM)
         return tl.load(at, mask=inside, other=0.0)
@@ -165,7 +176,7 @@ def store_tile(
     """The inverse of `load_tile`, always masked."""
     row = tl.arange(0, N)
     col = COL + tl.arange(0, WIDTH)
-    at = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+    at = places(base, first, stride, COL, WIDTH, N)
     inside = (row[:, None] < limit - first) & (col[None, :] < DIM)
     tl.store(at, x.to(base.dtype.element_ty), mask=inside)
 
@@ -499,8 +510,7 @@ def scores(
 def pattern_of(sparse, which, row, key):
     """What a tile of a BlockSparse shows of its own rows and keys; which < 0: everything."""
     inside = (row < sparse.block_q) & (key < sparse.block_k)
-    at = tl.cast(tl.maximum(which, 0), tl.int64) * (sparse.block_q * sparse.block_k)
-    at = at + row * sparse.block_k + key
+    at = (tl.cast(tl.maximum(which, 0), tl.int64) * sparse.block_q + row) * sparse.block_k + key
     return inside & (tl.load(sparse.tiles + at, mask=inside & (which >= 0), other=1) != 0)
 
 
