@@ -8,7 +8,7 @@ import torch
 import relampago as rl
 from distributed.problems import LENGTH, MASKS, tensors, with_sinks
 from relampago import statistics
-from relampago.distributed import ContextParallelPlan, measure
+from relampago.distributed import ContextParallelPlan, attention, measure
 from relampago.distributed import statistics as spread
 from relampago.distributed.exchange import Scores
 from relampago.distributed.sight import Sight
@@ -148,6 +148,31 @@ def test_max_logits_cost_one_small_message_and_no_gradient() -> None:
         grads = [torch.autograd.grad(t.square().sum(), qkv) for t in (out, plain)]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_max_logits_under_compile() -> None:
+    q, k, v = tensors(torch.float32, length=16)
+    plan = ContextParallelPlan(1, 16)
+
+    def call(q):
+        return attention(q, k, v, plan=plan, causal=True, return_max_logits=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(q), call(q), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_shard_raises_the_largest_logits_where_results_are_merged() -> None:
+    """`top` of `partial`, alone and with `into`."""
+    q, k, v = tensors()
+    want, want_lse, top = rl.attention(q, k, v, return_lse=True, return_max_logits=True)
+    found = torch.full_like(top, -torch.inf)
+    first = rl.partial(q, k[:, :40], v[:, :40], top=found)
+    assert bool((found <= top).all())
+    assert not torch.equal(found, top)
+    out, lse = rl.partial(q, k[:, 40:], v[:, 40:], into=first, top=found)
+    for a, b in ((found, top), (out, want), (lse, want_lse)):
+        same(a, b)
 
 
 def test_keys_alone_travel() -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from relampago.distributed.exchange import Scores
 from relampago.distributed.plan import ContextParallelPlan, plan_of
@@ -119,16 +120,18 @@ def course_of(
 
 
 def agreed(
-    plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, text: str, settle: Callable[[], Settled]
+    plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, text: str, settle: Callable[[], Settled],
+    kept: bool = True,
 ) -> Settled:  # fmt: skip
-    """What checks the call, and agreement on it with the other ranks where there is none yet."""
+    """What checks the call, and agreement on it with the other ranks where there is none yet, or none is kept."""
     try:
         found = settle()
     except (InvalidInput, Unsupported) as error:
         plan.agree(refusal=str(error))
         raise
     plan.agree(
-        f"batch {q.shape[0]}, heads {q.shape[2]}/{k.shape[2]}, dims {q.shape[3]}/{v.shape[3]}, {q.dtype}, {text}"
+        f"batch {q.shape[0]}, heads {q.shape[2]}/{k.shape[2]}, dims {q.shape[3]}/{v.shape[3]}, {q.dtype}, {text}",
+        kept=kept,
     )
     return found
 
@@ -162,12 +165,14 @@ def _forward_fake(
     plan = plan_of(token)
     wide = accumulate_dtype(q.dtype)
     batch, length, heads = q.shape[:3]
-    course = course_of(plan, q, k, v, None, options, checked=False)
+    with unset_fake_temporarily():  # layouts and the model read positions, and keep them
+        course = course_of(plan, q, k, v, None, options, checked=False)
+        blocks = course.layout.joined(course.members)
     joint, rows = (0,), (0,)
     if course.members > 1:
         split = course.split
         inner = plan.rank % split.size
-        tokens = course.layout.joined(split.size)[plan.rank // split.size].numel()
+        tokens = blocks[plan.rank // split.size].numel()
         own = len(split.queries(inner)) * q.shape[3]
         own += len(split.keys(inner)) * (k.shape[3] + v.shape[3])
         joint, rows = (batch, tokens, own), (batch, len(split.queries(inner)), tokens)

@@ -266,10 +266,11 @@ class ContextParallelPlan:
                 f"mask is for {sight.batch} sequences; expected 1 or {q.shape[0]}, as q"
             )
 
-    def agree(self, signature: str = "", *, refusal: str | None = None) -> None:
+    def agree(self, signature: str = "", *, refusal: str | None = None, kept: bool = True) -> None:
         """Compare a call with those of the other ranks, once per signature; one small all-gather.
 
-        A rank that refuses its first call says so to the others, so that all raise.
+        A rank that refuses its first call says so to the others, so that all raise. A signature that is not `kept` is
+        compared each time.
 
         Raises:
             InvalidInput: another rank refuses, or is about something else.
@@ -297,7 +298,8 @@ class ContextParallelPlan:
                 raise InvalidInput(
                     f"rank {rank} calls with {theirs}; expected {text.decode()}, as rank {self.rank}"
                 )
-        self.agreed.add(signature)
+        if kept:
+            self.agreed.add(signature)
 
     def choose(self, heads_q: int, heads_kv: int, dim: int, itemsize: int, sight: Sight) -> str:
         """The strategy: the plan's own, or what the performance model finds fastest."""

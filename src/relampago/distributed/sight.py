@@ -6,6 +6,7 @@ can key the caches of schedules and cross the border of a custom op.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,9 @@ class Sight(NamedTuple):
                 )
             else:
                 raise InvalidInput(f"mask is a {type(part).__name__}; expected a mask as Causal()")
-        return Sight(length, left, right, tuple(prefixes), tuple(tables))
+        plain = operator.index  # an int also of what torch.compile made a symbol
+        left, right = (None if side is None else plain(side) for side in (left, right))
+        return Sight(plain(length), left, right, tuple(prefixes), tuple(tables))
 
     @property
     def batch(self) -> int:

@@ -108,10 +108,12 @@ def weights(
         Unsupported: as `rows`.
         RankFailure: as `rows`.
     """
-    name = f"weights of {_listed(rows)}"
-    return _run(
-        measure.chosen_weights, name, q, k, plan, options, lambda: (_positions(rows, plan),)
-    )
+
+    def more() -> tuple[Any, ...]:
+        return (_positions(rows, plan),)
+
+    name = f"weights of {_listed(rows)}"  # which may be others each time: not kept
+    return _run(measure.chosen_weights, name, q, k, plan, options, more, kept=False)
 
 
 def top_keys(
@@ -143,12 +145,12 @@ def top_keys(
         return _positions(rows, plan), n
 
     name = f"top {n} keys of {_listed(rows)}"
-    return _run(measure.chosen_keys, name, q, k, plan, options, more)
+    return _run(measure.chosen_keys, name, q, k, plan, options, more, kept=False)
 
 
 def _run(
     make: Make, name: str, q: Tensor, k: Tensor, plan: ContextParallelPlan, options: dict[str, Any],
-    more: Callable[[], tuple[Any, ...]],
+    more: Callable[[], tuple[Any, ...]], kept: bool = True,
 ) -> Any:  # fmt: skip
     """Check a call, agree on it with the other ranks, and run its program; `more` checks what else that takes."""
     check_plan(plan)
@@ -164,7 +166,7 @@ def _run(
         return plan.course(q, k, k, sight, scores, sinks=sinks), more()
 
     text = f"{name}, {(tuple(sight), tuple(scores))}"
-    course, extra = agreed(plan, q, k, k, text, settle)
+    course, extra = agreed(plan, q, k, k, text, settle, kept)
     sinks = None if sinks is None else sinks.detach()
     return drive(make(course, plan.links(course), q.detach(), k.detach(), sinks, *extra))
 
