@@ -42,7 +42,10 @@ def run(*call: Any) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
             raise Unsupported("forward-mode AD of attention under torch.compile; take it eagerly")
-        return forward_op(*call)
+        if not _transformed():
+            return forward_op(*call)
+        _refuse_tables(call)
+        return _in_graph(call)
     top = peek_interpreter_stack()
     if top is None and forward_ad._current_level < 0:
         return forward_op(*call)
@@ -58,6 +61,22 @@ def run(*call: Any) -> tuple[Tensor, Tensor]:
         return Forward.apply(known, *call)
     out, lse, tout, tlse = run_tangent(*moving, *map(_still, call))
     return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
+
+
+def _in_graph(call: Given) -> tuple[Tensor, Tensor]:
+    """The forward op inside a transform that Dynamo traces: a node which the transform sees as it would eagerly."""
+    return Forward.apply(None, *call)
+
+
+def _transformed() -> bool:
+    """Whether Dynamo is inside a transform of torch.func; then it is told to take `_in_graph` as it is."""
+    if peek_interpreter_stack() is None:
+        return False
+    torch.compiler.allow_in_graph(_in_graph)
+    return True
+
+
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `mods._token`
 
 
 def _tangents(call: Given) -> tuple[Tensor | None, ...]:
@@ -78,9 +97,7 @@ def _still(value: Any) -> Any:
 
 def _watched() -> bool:
     """Whether torch.func or forward-mode AD is at work: then an op goes by its `torch.autograd.Function`."""
-    return not torch.compiler.is_compiling() and (
-        peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _refuse_tables(args: Given) -> None:

@@ -106,6 +106,28 @@ def test_composes_as_the_formula_does(name) -> None:
         torch.testing.assert_close(a, b)
 
 
+COMPILED = {
+    "grad": lambda q: grad(loss(ours))(q, k, v),
+    "grad-of-all": lambda q: grad(loss(ours), argnums=(0, 1, 2))(q, k, v),
+    "vmap-grad": lambda q: vmap(grad(lambda q: loss(ours)(q, k, v)))(torch.stack([q, q + 1])),
+    "grad-vmap": lambda q: grad(
+        lambda q: vmap(lambda q: ours(q, k, v))(torch.stack([q, q + 1])).sin().sum()
+    )(q),
+    "jacrev": lambda q: jacrev(lambda q: ours(q, k[:1], v[:1]))(q[:1]),
+    "vjp-grad": lambda q: vjp(lambda q: grad(loss(ours))(q, k, v), q)[1](tq),
+    "grad-of-bias": lambda q: grad(lambda b: ours(q, k, v, b).sin().sum())(bias),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", COMPILED)
+def test_transforms_inside_a_graph(name, dynamic) -> None:
+    torch._dynamo.reset()
+    fn = COMPILED[name]
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(compiled(q), fn(q))
+
+
 def test_reverse_over_plain_forward_mode() -> None:
     w = [t.clone().requires_grad_() for t in (q, k, v)]
     with forward_ad.dual_level():
