@@ -58,6 +58,9 @@ class Change(NamedTuple):
 
 WIDE = ((192, 192),)
 OTHERS = tuple(dims for dims in SQUARE if dims not in WIDE)
+IN_HAND = tuple(
+    dims for dims in OTHERS if dims[1] < 256 and dims != (64, 64)
+)  # room for queries in registers
 NAMED = {"named": 1}
 TURNS = {  # when the next warpgroup may issue, and how much of the softmax lies under the product before it
     f"turns {turns}, pin {pin}": {"pingpong": turns, "pin": pin}
@@ -71,6 +74,16 @@ CHANGES = (
         Change(f"named, {when}, {name}", OTHERS, NAMED | lazy | TURNS[name])
         for when, lazy in RESCALED.items()
         for name in ("turns 0, pin 0", "turns 1, pin 0", "turns 2, pin 8")
+    ),
+    Change("hold", IN_HAND, {"hold": 1}),
+    *(
+        Change(f"named, hold, {name}", IN_HAND, NAMED | {"hold": 1} | turns)
+        for name, turns in TURNS.items()
+    ),
+    Change(
+        "named, hold, later, turns 2, pin 8",
+        IN_HAND,
+        NAMED | {"hold": 1, "lazy": 2} | TURNS["turns 2, pin 8"],
     ),
     *(Change(f"named, chain {n}", OTHERS, NAMED | {"chain": n}) for n in (0, 1)),
 )

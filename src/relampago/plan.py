@@ -46,6 +46,7 @@ class Plan:
             span has all keys.
         halves: 1 if values come in tiles of half a block's keys, of which there is one more than `stages` (gluon; not
             with chain, which it takes precedence over).
+        hold: 1 if queries stay in registers while keys go by (gluon).
         named: 1 if tiles of keys and values are freed at named barriers, of which eight are left for them (gluon; see
             named.py).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
@@ -70,6 +71,7 @@ class Plan:
     span: int = 0
     halves: int = 0
     named: int = 0
+    hold: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

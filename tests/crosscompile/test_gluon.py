@@ -212,6 +212,21 @@ def test_named_barriers_spare_meetings(monkeypatch, row) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dim", "dim_v", "mask"),
+    [(96, 96, "full"), (128, 128, "causal"), pinned(128, 128, "full"), pinned(192, 128, "full")],
+)
+def test_queries_in_registers(monkeypatch, dim, dim_v, mask) -> None:
+    """Where two warpgroups have the registers for them: no product of the main loop reads two tiles."""
+    row = next(r for r in TABLE if dims(r) == (dim, dim_v) and reaches(r, mask))
+    plan = replace(row.plan, hold=1, chain=row.plan.chain if dim < 192 else 0)
+    built = build(monkeypatch, plan, arrays(row, mask))
+    check(built, plan)
+    for body in main_loops(disassembled(built)):
+        products = [line for line in body if "HGMMA" in line]
+        assert all(re.search(r", R\d+, gdesc", line) for line in products)
+
+
+@pytest.mark.parametrize(
     ("schedule", "pingpong"),
     [(0, 0), pinned(1, 0), pinned(2, 0), pinned(0, 1), (1, 1), pinned(2, 1)],
 )

@@ -141,18 +141,18 @@ PLANS = {
     f"{('grid', 'static', 'dynamic')[schedule]}-{rows}x{keys}-{stages}-{'turns' if turns else 'free'}"
     f"{'-chained' if chain else ''}{'-named' if named else ''}": Plan(
         block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns, chain=chain,
-        named=named,
+        named=named, hold=hold,
     )
-    for schedule, rows, keys, stages, turns, chain, named in (
-        (0, 128, 128, 2, 1, 0, 0),
-        (1, 192, 128, 4, 0, 0, 1),
-        (2, 128, 128, 2, 0, 0, 0),
-        (2, 128, 128, 2, 1, 0, 0),
-        (2, 192, 64, 1, 1, 0, 1),
-        (2, 192, 128, 4, 0, 0, 0),
-        (2, 128, 128, 2, 1, 1, 1),
-        (1, 128, 64, 1, 0, 1, 0),
-        (2, 192, 128, 3, 0, 1, 1),
+    for schedule, rows, keys, stages, turns, chain, named, hold in (
+        (0, 128, 128, 2, 1, 0, 0, 1),
+        (1, 192, 128, 4, 0, 0, 1, 0),
+        (2, 128, 128, 2, 0, 0, 0, 1),
+        (2, 128, 128, 2, 1, 0, 0, 0),
+        (2, 192, 64, 1, 1, 0, 1, 1),
+        (2, 192, 128, 4, 0, 0, 0, 0),
+        (2, 128, 128, 2, 1, 1, 1, 1),
+        (1, 128, 64, 1, 0, 1, 0, 0),
+        (2, 192, 128, 3, 0, 1, 1, 1),
     )
 }  # fmt: skip
 
@@ -249,11 +249,12 @@ def test_packed_cu_seqlens_beyond_the_tensor(launcher) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("hold", [0, 1])
 @pytest.mark.parametrize("shared", [True, False])
-def test_result_where_the_queries_were(launcher, monkeypatch, shared) -> None:
+def test_result_where_the_queries_were(launcher, monkeypatch, shared, hold) -> None:
     monkeypatch.setattr(launcher, "shares", lambda *_: shared)
     x = arrays({"lq": 260, "lk": 260, "b": 2, "causal": True})
-    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, pingpong=1)
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, pingpong=1, hold=hold)
     for seed in range(4):
         compare(x, run(launcher, x, plan, seed, multiprocessors=2))
 
@@ -279,7 +280,7 @@ def test_tiles_that_follow_without_a_gap(
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=lazy, pin=pin, chain=1)
     for seed in range(2):
         x = arrays(case)
-        by_turns = replace(plan, pingpong=seed * turns)
+        by_turns = replace(plan, pingpong=seed * turns, hold=seed)
         compare(x, run(launcher, x, by_turns, seed, multiprocessors=2))
     x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
     compare(x, run(launcher, x, plan, 0, multiprocessors=2))

@@ -248,7 +248,7 @@ def setting_of(
     )  # else a mask knows where each block lies
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, plan.pingpong,
-        plan.pin, plan.lazy, whole and shares(plan, *parts), is_split, turns,
+        plan.pin, plan.lazy, bool(plan.hold), whole and shares(plan, *parts), is_split, turns,
         queue, is_named(plan), *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)

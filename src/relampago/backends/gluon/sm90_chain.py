@@ -23,6 +23,7 @@ from relampago.backends.gluon.sm90_results import (
 from relampago.backends.gluon.sm90_step import (
     advance,
     give_turn,
+    in_hand,
     opened,
     scaled,
     scores,
@@ -110,7 +111,7 @@ def chain(
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
     QUEUE: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this block of threads, of which there is at least one."""
@@ -148,24 +149,26 @@ def chain(
         if E2 > 0:
             acc2 = gl.zeros([ROWS, E2], gl.float32, O2)
         place = turn % QUEUE * WGS + WG
-        q1 = queries.tiles.index(place).reshape([ROWS, D])
-        q2 = q1
+        own1 = in_hand(queries.tiles.index(place).reshape([ROWS, D]), HOLD, S_L)
+        own2 = own1
         if D2 > 0:
-            q2 = rest_of(queries, place, ROWS, D2)
+            own2 = in_hand(rest_of(queries, place, ROWS, D2), HOLD, S_L)
+        if HOLD and not SHARE:
+            mbarrier.arrive(queries.empty.index(place), count=1)
         alpha = gl.full([ROWS], 1.0, gl.float32, R_L)
         free = None
-        if LATE:
+        if LATE and not HOLD:
             free = queries.empty.index(place)
             mbarrier.arrive(free, count=1, pred=tile.count == 1)
         for left in range(tile.count - 1, 0, -1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
-                q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
+                own1, own2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
                 masked, seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY, free, left == 1,
             )  # fmt: skip
-        if not SHARE and not LATE:
+        if not SHARE and not LATE and not HOLD:
             mbarrier.arrive(queries.empty.index(place), count=1)
 
         if LAZY == LATER:
@@ -234,7 +237,7 @@ def consume_chained(
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
     QUEUE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
@@ -244,7 +247,7 @@ def consume_chained(
     if number >= 0:  # short sequences may leave a block of threads without any
         chain(
             number, queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS,
-            BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE, QUEUE,
+            BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD, SHARE, QUEUE,
         )  # fmt: skip
     if WG == 0:
         wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full

@@ -39,6 +39,7 @@ from relampago.backends.gluon.sm90_chain import consume_chained
 from relampago.backends.gluon.sm90_results import place_of, raise_top, store_tile
 from relampago.backends.gluon.sm90_step import (
     give_turn,
+    in_hand,
     next_values,
     opened,
     release_values,
@@ -164,7 +165,8 @@ def consume_apart(
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Tiles one after another, each by itself."""
     PART: gl.constexpr = ROWS // PACK
@@ -193,10 +195,12 @@ def consume_apart(
         seen, start, end = sight(row0, tile, size, band, extra, PACK, R_L)
         k0 = (tile.first + tile.count - 1) * BK
         acc1 = gl.zeros([ROWS, E], gl.float32, O1)
-        q1 = receive(queries, WG, turn & 1, ROWS, D)
+        q1 = in_hand(receive(queries, WG, turn & 1, ROWS, D), HOLD, S_L)
         acc2, q2 = stage_k, q1  # stand for what is not there
         if D2 > 0:
-            q2 = rest_of(queries, WG, ROWS, D2)
+            q2 = in_hand(rest_of(queries, WG, ROWS, D2), HOLD, S_L)
+        if HOLD and not SHARE:
+            mbarrier.arrive(queries.empty.index(WG), count=1)
         if E2 > 0:
             acc2 = gl.zeros([ROWS, E2], gl.float32, O2)
         if extra.before is not None:
@@ -238,7 +242,7 @@ def consume_apart(
         if LAZY == LATER:
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
         acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
-        if not SHARE:
+        if not SHARE and not HOLD:
             mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L)
         heads = tile.head + gl.arange(0, ROWS, layout=R_L) % PACK
@@ -282,8 +286,8 @@ def consume(
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
     SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
-    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
-    CHAIN: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
+    SPLIT: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
     offer(keys)
@@ -291,12 +295,12 @@ def consume(
     if CHAIN > 0:
         consume_chained(
             queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS, BK, D, D2,
-            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE, CHAIN,
+            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD, SHARE, CHAIN,
         )  # fmt: skip
     else:
         consume_apart(
             queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, WG, WGS, BK,
-            D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE, SPLIT,
+            D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD, SHARE, SPLIT,
         )  # fmt: skip
 
 
@@ -311,14 +315,15 @@ def attend(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr,
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
-    PIN: gl.constexpr, LAZY: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr, ROTATE: gl.constexpr,
-    CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+    PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
+    ROTATE: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
-    key. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles of queries in `sm90_chain`,
-    or 0. NAMED: whether rings have named barriers. The default partition takes the registers that the others leave.
+    key. HOLD: Q stays in registers. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the
+    tiles of queries in `sm90_chain`, or 0. NAMED: whether rings have named barriers. The default partition takes the
+    registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
@@ -347,25 +352,25 @@ def attend(
     if WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT, CHAIN)),
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       SHARE, SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT, CHAIN)),
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       SHARE, SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 2,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT, CHAIN)),
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       SHARE, SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT, CHAIN)),
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       SHARE, SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, SHARE,
-                       SPLIT, CHAIN)),
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       SHARE, SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
         ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

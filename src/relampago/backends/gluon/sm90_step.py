@@ -65,6 +65,15 @@ def scores(
 
 
 @gluon.jit
+def in_hand(q, HOLD: gl.constexpr, S_L: gl.constexpr):
+    """Queries as a product takes them from registers, which are read anew for no block of keys; or where they lie."""
+    if HOLD:
+        return q.load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2))
+    else:
+        return q
+
+
+@gluon.jit
 def weigh(p16, values, stage, v1, acc1, acc2, BK: gl.constexpr, E2: gl.constexpr, P2: gl.constexpr):
     """O += P·V under way."""
     acc1 = warpgroup_mma(p16, v1, acc1, is_async=True)
