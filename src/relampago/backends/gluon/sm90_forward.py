@@ -316,7 +316,8 @@ def attend(
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
     PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
-    ROTATE: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
+    ROTATE: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
