@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relampago import validate, warm
 from relampago.cache import KVCache
-from relampago.lower import Call, prepare
+from relampago.lower import Call, autocast, prepare
 from relampago.op import forward, forward_op
 from relampago.options import Options, Packing, plain
 from relampago.quant import E4M3
@@ -82,6 +82,8 @@ def attention_decode(
         (k_new is None, v_new is None, max_seqlen_q, type(max_seqlen_q)), validated,
     ) or _long(validated())  # fmt: skip
     if k_new is not None and v_new is not None:
+        if cache.k.dtype not in (getattr(k_new, "dtype", None), E4M3):
+            _, k_new, v_new = autocast(q, k_new, v_new)
         cache.append(k_new, v_new, counts)
     out, lse = attend()
     return (out, lse) if return_lse else out

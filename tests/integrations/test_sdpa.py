@@ -142,6 +142,17 @@ def test_dropout() -> None:
     assert (torch.autograd.grad(nothing.sum(), q)[0] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["key", "attn_mask"])
+def test_autocast_casts_before_dtypes_are_compared(name) -> None:
+    tensors = {n: torch.randn(2, 4, 12, 16) for n in ("query", "key", "value")}
+    tensors["attn_mask"] = torch.rand(12, 12)
+    tensors[name] = tensors[name].bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = ours(**tensors), TORCHS(**tensors)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
 def test_autocast_and_half() -> None:
     q, k, v = (t.detach().float() for t in make(Q, K, K))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import relampago as rl
 from relampago.api import Options, prepare
+from relampago.cache import KVCache
 from relampago.cases import CONTRACT, find
+from relampago.flash_attn import flash_attn_with_kvcache
 from relampago.mods import ScoreMod, relative_bias, softcap
 from relampago.op import accumulate_backward_op, accumulate_op, backward_op, forward_op
 from relampago.plan import Plan
@@ -267,6 +269,21 @@ def test_autocast_takes_what_differs_in_dtype() -> None:
         assert torch.equal(out, rl.attention(q, k, v))
     with pytest.raises(rl.InvalidInput, match="v has dtype"):
         rl.attention(q, k, v.bfloat16())
+
+
+def test_autocast_casts_new_keys_for_a_cache() -> None:
+    q, k, v = make()
+    caches = [KVCache(2, 32, 2, 16) for _ in range(2)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = rl.attention_decode(q, caches[0], k, v)
+        rooms = [t[:, :8].bfloat16() for t in (k, v)]
+        out = flash_attn_with_kvcache(q[:, :1], *rooms, k[:, :1], v[:, :1], cache_seqlens=3)
+    want = rl.attention_decode(q.bfloat16(), caches[1], k.bfloat16(), v.bfloat16())
+    assert torch.equal(got, want)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(rooms[0][:, 3], k[:, 0].bfloat16())
+    with pytest.raises(rl.InvalidInput, match="k is"):
+        rl.attention_decode(q.bfloat16(), caches[1], k, v)
 
 
 def test_activation_checkpointing_redraws_the_same_dropout() -> None:

@@ -18,6 +18,7 @@ from relampago.flash_attn.fp8 import FP8, Readable, descales_of, put, readable, 
 from relampago.flash_attn.options import chunk_starts, chunked, options_of, sequence_of
 from relampago.flash_attn.rotary import rotate_at
 from relampago.integrations.refusals import expect, refuses
+from relampago.lower import autocast
 
 
 class Room(NamedTuple):
@@ -115,6 +116,8 @@ def flash_attn_with_kvcache(
     room = room_of(k_cache, batch, table, cache_batch_idx)
     before = lengths_of(cache_seqlens, batch, room, k_cache.device)
     if k is not None and v is not None:
+        if k.dtype != k_cache.dtype:
+            _, k, v = autocast(q, k, v)
         _check_new(k_cache, v_cache, k, v, batch, cu_seqlens_k_new)
     options = options_of(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,

@@ -148,8 +148,11 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
         if isinstance(part, Causal):
             right = _least(right, 0)
         elif isinstance(part, Window):
+            check_window(part)
             left, right = _least(left, part.left), _least(right, part.right)
         elif isinstance(part, Prefix | Document | Runs):
+            if isinstance(part, Prefix):
+                check_prefix(part)
             tabled.append(part)
         elif isinstance(part, MaskFunction | BlockSparse):
             if blocks is not None:
@@ -190,6 +193,33 @@ def resolve(mask: Any, extent: Extent) -> Resolved:
     if blocks is not None:
         _check_blocks(blocks, extent)
     return Resolved(left, right, prefix, row_start, row_end, blocks, dense)
+
+
+def check_window(window: Window) -> None:
+    """Refuse sides that are no numbers of keys."""
+    for name, side in (("left", window.left), ("right", window.right)):
+        if side is not None and not _is_count(side):
+            raise InvalidInput(
+                f"mask: Window has {name} = {side!r}; expected an int >= 0, or None for unbounded"
+            )
+
+
+def check_prefix(prefix: Prefix) -> None:
+    """Refuse a length that is no number of keys; a tensor's values are not read."""
+    if not isinstance(prefix.length, Tensor) and not _is_count(prefix.length):
+        raise InvalidInput(
+            f"mask: Prefix length is {prefix.length!r}; expected an int >= 0, or ints (B,)"
+        )
+
+
+def _is_count(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 0
+
+
+def _is_ints(t: Any) -> bool:
+    return isinstance(t, Tensor) and not (
+        t.is_floating_point() or t.is_complex() or t.dtype == torch.bool
+    )
 
 
 def _parts(mask: Any) -> tuple[Mask, ...]:
@@ -237,11 +267,7 @@ def _given_rows(part: Runs, extent: Extent) -> tuple[Tensor, Tensor]:
     tables = []
     for name, table in (("start", part.start), ("end", part.end)):
         shapes = ((extent.len_q,), (1, extent.len_q), (extent.batch, extent.len_q))
-        if (
-            not isinstance(table, Tensor)
-            or table.is_floating_point()
-            or not is_one_of(tuple(table.shape), shapes)
-        ):
+        if not _is_ints(table) or not is_one_of(tuple(table.shape), shapes):
             raise InvalidInput(
                 f"mask: Runs {name} is {_describe(table)}; expected ints {shapes[0]} or {shapes[2]}"
             )
@@ -253,7 +279,7 @@ def _prefix_rows(part: Prefix, extent: Extent) -> tuple[Tensor, Tensor]:
     """Each row's run [0, max(own position + 1, prefix)), as tables (B or 1, Lq)."""
     length = part.length
     if isinstance(length, Tensor):
-        if length.shape != (extent.batch,) or length.is_floating_point():
+        if length.shape != (extent.batch,) or not _is_ints(length):
             raise InvalidInput(
                 f"mask: Prefix length is {_describe(length)}; expected ints ({extent.batch},)"
             )
@@ -269,8 +295,7 @@ def _document_rows(part: Document, extent: Extent) -> tuple[Tensor, Tensor]:
     """Each row's document [start, end), as tables (B or 1, Lq)."""
     starts = part.starts
     if (
-        not isinstance(starts, Tensor)
-        or starts.is_floating_point()
+        not _is_ints(starts)
         or starts.ndim not in (1, 2)
         or (starts.ndim == 2 and not broadcasts((starts.shape[0],), (extent.batch,)))
     ):

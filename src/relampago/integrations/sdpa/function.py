@@ -16,6 +16,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from relampago.answer import answer
 from relampago.integrations.refusals import Refused, expect, refuses
 from relampago.integrations.sdpa.ragged import attend_nested
+from relampago.lower import autocast
 from relampago.options import Options
 from relampago.shapes import broadcasts
 
@@ -67,6 +68,10 @@ def scaled_dot_product_attention(
         if attn_mask.variant == CausalVariant.LOWER_RIGHT:
             offset = key.shape[-2] - query.shape[-2]
         attn_mask = None
+    like = query.dtype
+    alike = key.dtype == value.dtype == like
+    if not alike or (attn_mask is not None and attn_mask.dtype not in (torch.bool, like)):
+        query, key, value = autocast(query, key, value)  # PyTorch casts before it compares
     q, k, v, lead = aligned(query, key, value, enable_gqa)
     bias = mask = None
     if attn_mask is not None:
