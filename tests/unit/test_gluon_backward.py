@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import (
-    FORWARD,
-    Deadlock,
-    M,
-    Scheduler,
-    launch,
-    pretended,
-    run_backward,
-    run_backward_part,
-)
+from unit.pretended_gluon import FORWARD, launch, pretended, run_backward, run_backward_part
+from unit.pretended_machine import Deadlock, M, Scheduler
 from unit.test_gluon_protocol import arrays, packed
 
 import relampago as rl

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import FORWARD, Deadlock, launch, pretended, run
+from unit.pretended_gluon import FORWARD, launch, pretended, run
+from unit.pretended_machine import Deadlock
 
 from relampago.backends import gluon
 from relampago.backends.gluon import schedule
