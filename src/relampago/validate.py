@@ -168,23 +168,27 @@ def numbers(scale: Any, softcap: Any, dropout_p: Any, window: Any) -> None:
             ),
         ]
     )
-    if window is not None:
-        pair = isinstance(window, tuple | list) and len(window) == 2
-        require([("window", ("is {}", window), "a pair (left, right) or None", pair)])
-        for name, side in zip(("left", "right"), window, strict=True):
-            holds = side is None or (
-                isinstance(side, int) and not isinstance(side, bool) and side >= 0
-            )
-            require(
-                [
-                    (
-                        "window",
-                        ("has {} = {}", name, side),
-                        "an int >= 0, or None for unbounded",
-                        holds,
-                    )
-                ]
-            )
+    window_sides(window)
+
+
+def window_sides(window: Any) -> None:
+    """The option `window`."""
+    if window is None:
+        return
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    require([("window", ("is {}", window), "a pair (left, right) or None", pair)])
+    for name, side in zip(("left", "right"), window, strict=True):
+        holds = side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)
+        require(
+            [
+                (
+                    "window",
+                    ("has {} = {}", name, side),
+                    "an int >= 0, or None for unbounded",
+                    holds,
+                )
+            ]
+        )
 
 
 def _finite(value: Any) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +44,59 @@ def test_the_ops_are_good_citizens() -> None:
     assert torch.autograd.gradcheck(call, (q, k, v, sinks))
 
 
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "halo", "ulysses"])
+def test_ops_return_what_their_fakes_say_however_inputs_lie(strategy) -> None:
+    plan = ContextParallelPlan(1, 12, strategy=strategy)
+    tensors_ = tensors(length=12, dim=4, dim_v=4, batch=2)
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors_)
+    sinks = torch.zeros(8, dtype=torch.float64)[::2]
+    said = (plan.token, repr((tuple(Sight.of(12, causal=True)), tuple(Scores()), False)))
+    ops, only = torch.ops.relampago, "test_faketensor"
+    torch.library.opcheck(ops.context_forward.default, (q, k, v, sinks, *said), test_utils=only)
+    out, lse, joint, rows, _ = ops.context_forward(q, k, v, sinks, *said)
+    saved = (q, k, v, sinks, out, lse, joint, rows)
+    torch.library.opcheck(
+        ops.context_backward.default, (torch.ones_like(out), None, *saved, *said), test_utils=only
+    )
+
+
+@pytest.mark.parametrize("option", ["window", "scale", "softcap"])
+def test_compile_takes_another_number_in_each_call(option) -> None:
+    torch._dynamo.reset()
+    plan, (q, k, v) = ContextParallelPlan(1, 16, strategy="ring"), tensors(length=16)
+
+    def fn(q, k, v, number):
+        words = {"window": (number, 0)} if option == "window" else {option: number}
+        return attention(q, k, v, plan=plan, **words)
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for number in (4, 6, 8) if option == "window" else (0.5, 0.7, 0.9):
+        torch.testing.assert_close(compiled(q, k, v, number), fn(q, k, v, number))
+
+
+def test_numbers_of_numpy_and_of_python() -> None:
+    plan, (q, k, v) = ContextParallelPlan(1, 16), tensors(length=16)
+    want = attention(q, k, v, plan=plan, scale=0.5)
+    for scale in (np.float64(0.5), np.float64(0.5).item()):
+        assert torch.equal(attention(q, k, v, plan=plan, scale=scale), want)
+
+
+def test_a_copied_plan_is_a_plan() -> None:
+    q, k, v = tensors(length=16)
+    copies = [f(ContextParallelPlan(1, 16, documents=(0, 5))) for f in (copy.copy, copy.deepcopy)]
+    copies.append(pickle.loads(pickle.dumps(ContextParallelPlan(1, 16, documents=(0, 5)))))
+    want = rl.attention(q, k, v, mask=rl.Document(torch.tensor([0, 5])))
+    for plan in copies:
+        torch.testing.assert_close(attention(q, k, v, plan=plan), want)
+
+
+def test_a_plan_is_made_outside_of_a_graph() -> None:
+    torch._dynamo.reset()
+    fn = torch.compile(lambda: ContextParallelPlan(1, 16), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="made inside a graph"):
+        fn()
+
+
 def test_autocast_casts_at_the_door() -> None:
     q, k, v = tensors(torch.float32, length=16)
     plan = ContextParallelPlan(1, 16)
@@ -54,6 +111,18 @@ def test_refusals() -> None:
         attention(q, k, v, plan=plan, mask=lambda b, h, i, j: i >= j)
     with pytest.raises(InvalidInput, match="mask is a int"):
         attention(q, k, v, plan=plan, mask=3)
+    for words, message in (
+        ({"scale": float("inf")}, "scale is inf"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": torch.tensor(0.5)}, "scale is 0.5; expected a finite number"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"window": (-1, 0)}, "window has left = -1"),
+        ({"window": (1,)}, "window is .*; expected a pair"),
+        ({"mask": rl.Window(0, -1)}, "mask: Window has right = -1"),
+        ({"mask": rl.Causal() & rl.Prefix(1.5)}, "mask: Prefix length is 1.5"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            attention(q, k, v, plan=plan, **words)
     with pytest.raises(InvalidInput, match="mask is for 3 sequences"):
         attention(q, k, v, plan=plan, mask=rl.Prefix(torch.tensor([1, 2, 3])))
     with pytest.raises(InvalidInput, match="rank is 5"):

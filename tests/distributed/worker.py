@@ -209,10 +209,8 @@ def bad_inputs():
     cu = torch.tensor([0, 7])
     prepare = names.llama3_flash_attn_prepare_cu_seqlens
     raises(InvalidInput, "expected a multiple", lambda: prepare(cu, True, 0, 4))
-    assert [p.groups[0].traffic.calls for p in (plan, other)] == [
-        1,
-        1,
-    ]  # the refusal, told to the others
+    # the refusals, told to the others
+    assert [p.groups[0].traffic.calls for p in (plan, other)] == [2, 1]
 
 
 def one_rank_is_wrong():
@@ -223,6 +221,11 @@ def one_rank_is_wrong():
         local[1] = local[1][:, :-1]
     words = "v has another length" if RANK == 2 else "rank 2 refuses the call: v has another length"
     raises(InvalidInput, words, lambda: attention(*local, plan=plan))
+    plan = ContextParallelPlan(dist.group.WORLD, LENGTH)
+    local = [plan.shard(t) for t in tensors()]
+    scale = float("nan") if RANK == 2 else None
+    words = "scale is nan" if RANK == 2 else "rank 2 refuses the call: scale is nan"
+    raises(InvalidInput, words, lambda: attention(*local, plan=plan, scale=scale))
     plan = ContextParallelPlan(dist.group.WORLD, LENGTH)
     local = [plan.shard(t) for t in tensors(batch=3 if RANK == 1 else 2)]
     raises(InvalidInput, "calls with", lambda: attention(*local, plan=plan))

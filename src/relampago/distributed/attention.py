@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from relampago import defaults, validate
 from relampago.distributed.exchange import Scores
 from relampago.distributed.plan import ContextParallelPlan, plan_of
 from relampago.distributed.program import Course, Forward, Saved, backward, forward
@@ -22,6 +23,7 @@ from relampago.distributed.sight import Sight
 from relampago.distributed.transport import drive
 from relampago.errors import InvalidInput, Unsupported
 from relampago.lower import autocast
+from relampago.mods import constant
 from relampago.problem import accumulate_dtype
 
 Settled = TypeVar("Settled")
@@ -82,11 +84,17 @@ def attention(
         RankFailure: another rank died or hung; the message names it and the step.
     """
     check_plan(plan)
-    sight = Sight.of(plan.length, causal=causal, window=window, mask=mask, documents=plan.documents)
-    strict = (
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    )
-    options = repr((tuple(sight), (scale, softcap, strict, backend), return_max_logits))
+
+    def said() -> str:
+        validate.numbers(scale, softcap, 0.0, None)
+        seen = Sight.of(
+            plan.length, causal=causal, window=window, mask=mask, documents=plan.documents
+        )
+        numbers = (None if number is None else constant(number) for number in (scale, softcap))
+        strict = defaults.deterministic(deterministic)
+        return repr((tuple(seen), (*numbers, strict, backend), bool(return_max_logits)))
+
+    options = refusing(plan, said)
     q, k, v = autocast(q, k, v)
     out, lse, _, _, top = torch.ops.relampago.context_forward(q, k, v, sinks, plan.token, options)
     more = [lse] * return_lse + [top] * return_max_logits
@@ -119,16 +127,21 @@ def course_of(
     return course._replace(max_logits=max_logits)
 
 
+def refusing(plan: ContextParallelPlan, settle: Callable[[], Settled]) -> Settled:
+    """What checks the call; the other ranks are told where it is refused."""
+    try:
+        return settle()
+    except (InvalidInput, Unsupported) as error:
+        plan.agree(refusal=str(error))
+        raise
+
+
 def agreed(
     plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, text: str, settle: Callable[[], Settled],
     kept: bool = True,
 ) -> Settled:  # fmt: skip
     """What checks the call, and agreement on it with the other ranks where there is none yet, or none is kept."""
-    try:
-        found = settle()
-    except (InvalidInput, Unsupported) as error:
-        plan.agree(refusal=str(error))
-        raise
+    found = refusing(plan, settle)
     plan.agree(
         f"batch {q.shape[0]}, heads {q.shape[2]}/{k.shape[2]}, dims {q.shape[3]}/{v.shape[3]}, {q.dtype}, {text}",
         kept=kept,
@@ -155,7 +168,8 @@ def _backward(
     course = course_of(plan, q, k, v, sinks, options)
     had = Forward(q, k, v, sinks, out, lse, Saved(joint, rows))
     *grads, dsinks = drive(backward(course, plan.links(course), had, dout, dlse))
-    return (*grads, q.new_empty(0) if dsinks is None else dsinks)
+    grads = [grad.contiguous() for grad in grads]  # as the fake says, however the inputs lie
+    return (*grads, q.new_empty(0) if dsinks is None else dsinks.contiguous())
 
 
 @torch.library.register_fake("relampago::context_forward", lib=library)
@@ -195,7 +209,7 @@ def _backward_fake(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    like = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    like = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(t.new_empty(t.shape) for t in (q, k, v)), like)
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from relampago.distributed.layouts import KINDS, Layout
 from relampago.distributed.program import Course
 from relampago.distributed.sight import Sight
 from relampago.distributed.transport import Alone, GroupTransport, Links, check_group
-from relampago.errors import InvalidInput
+from relampago.errors import InvalidInput, Unsupported
 
 WORDS = 2048  # bytes of an agreement
 _numbers = itertools.count()
@@ -60,6 +60,10 @@ class ContextParallelPlan:
     token: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():
+            raise Unsupported(
+                "a ContextParallelPlan made inside a graph of torch.compile; make it outside"
+            )
         if self.documents is not None:
             object.__setattr__(self, "documents", tuple(int(n) for n in self.documents))
         validate.require(
@@ -85,6 +89,15 @@ class ContextParallelPlan:
         _ = self.tokens  # checks length and documents
         object.__setattr__(self, "token", f"plan {next(_numbers)}")
         _plans[self.token] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew where it is unpickled: another process has other tokens."""
+        given = tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
+        return ContextParallelPlan, given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelPlan:
+        """Itself: a value, whose mesh has no copies."""
+        return self
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:

@@ -12,8 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from relampago import validate
 from relampago.errors import InvalidInput, Unsupported
-from relampago.masks.spec import All, Causal, Document, Mask, Prefix, Window
+from relampago.masks.spec import (
+    All,
+    Causal,
+    Document,
+    Mask,
+    Prefix,
+    Window,
+    check_prefix,
+    check_window,
+)
 
 Starts = tuple[int, ...]
 
@@ -39,9 +49,10 @@ class Sight(NamedTuple):
         """From what a user writes. Reads the values of a Document or a Prefix tensor, which waits for a device.
 
         Raises:
-            InvalidInput: mask is no mask.
+            InvalidInput: mask is no mask, or a side or length is no number of keys.
             Unsupported: mask is no band: a BlockSparse, a dense tensor, a function.
         """
+        validate.window_sides(window)
         left = right = None
         prefixes: list[int | Starts] = []
         tables: list[tuple[Starts, ...]] = [(documents,)] if documents is not None else []
@@ -52,10 +63,12 @@ class Sight(NamedTuple):
             if isinstance(part, Causal):
                 right = 0 if right is None else min(right, 0)
             elif isinstance(part, Window):
+                check_window(part)
                 left, right = _least(left, part.left), _least(right, part.right)
             elif isinstance(part, Prefix):
+                check_prefix(part)
                 n = part.length
-                prefixes.append(tuple(n.tolist()) if isinstance(n, Tensor) else n)
+                prefixes.append(tuple(n.tolist()) if isinstance(n, Tensor) else operator.index(n))
             elif isinstance(part, Document):
                 starts = part.starts if part.starts.ndim == 2 else part.starts[None]
                 tables.append(tuple(tuple(row) for row in starts.tolist()))

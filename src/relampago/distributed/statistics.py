@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relampago.distributed import measure
-from relampago.distributed.attention import agreed, check_plan
+from relampago.distributed.attention import agreed, check_plan, refusing
 from relampago.distributed.exchange import Scores
 from relampago.distributed.plan import ContextParallelPlan
 from relampago.distributed.program import Course
@@ -157,7 +157,7 @@ def _run(
     if odd := sorted(set(options) - {*OPTIONS}):
         raise InvalidInput(f"{odd[0]} is no option of a statistic; expected {', '.join(OPTIONS)}")
     seen = {name: options[name] for name in ("causal", "window", "mask") if name in options}
-    sight = Sight.of(plan.length, documents=plan.documents, **seen)
+    sight = refusing(plan, lambda: Sight.of(plan.length, documents=plan.documents, **seen))
     scores = Scores(options.get("scale"), options.get("softcap"), backend=options.get("backend"))
     sinks = options.get("sinks")
     q, k, _ = autocast(q, k, k)
