@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import first_of_each, pinned, spared
 
-from relampago.backends.gluon import compiles_well, launch
+from relampago.backends.gluon import compiles_well, launch, sizes
 from relampago.backends.gluon.named import TURNS
 
 SHARED = 227 * 1024
@@ -126,11 +126,11 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
     budget = sorted(
         {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
     )
-    consumers, producer = launch.REGISTERS[plan.block_q // launch.ROWS]
+    consumers, producer = launch.REGISTERS[plan.block_q // sizes.ROWS]
     assert {consumers, producer} <= set(budget)
     sass = disassembled(built)
     loops = main_loops(sass)
-    assert len(loops) == plan.block_q // launch.ROWS
+    assert len(loops) == plan.block_q // sizes.ROWS
     for body in loops:
         under, total = exponentials_under_pv(body)
         assert total >= plan.block_k // 2  # 64 rows of block_k scores by 128 threads
@@ -276,7 +276,7 @@ def test_tiles_that_follow_without_a_gap(monkeypatch, dim, dim_v, mask) -> None:
     built = build(monkeypatch, plan, arrays(row, mask))
     check(built, plan)
     waits = [line for line in disassembled(built) if "WARPGROUP.DEPBAR" in line]
-    assert sum(not line.endswith("0x0") for line in waits) == 2 * plan.block_q // launch.ROWS
+    assert sum(not line.endswith("0x0") for line in waits) == 2 * plan.block_q // sizes.ROWS
 
 
 @pytest.mark.skipif(not OLD, reason="newer ptxas runs out of registers and serialises products")

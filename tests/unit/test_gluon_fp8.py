@@ -93,7 +93,6 @@ class Door:
 
     def __init__(self, launcher: Any) -> None:
         self.forward, self.host = launcher.fp8.forward, launcher.host
-        self._COUNTERS = launcher.host._COUNTERS
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -32,7 +32,7 @@ class Counters:
         return self.cells[self.used - 1]
 
 
-_COUNTERS: dict[int, Counters] = {}
+COUNTERS: dict[int, Counters] = {}
 
 
 def counter(device: torch.device) -> Tensor:
@@ -43,9 +43,9 @@ def counter(device: torch.device) -> Tensor:
 def _counter(device: torch.device) -> Tensor:
     index = device.index or 0
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if index not in _COUNTERS and not capturing:
-        _COUNTERS[index] = Counters(device)
-    counters = _COUNTERS.get(index)
+    if index not in COUNTERS and not capturing:
+        COUNTERS[index] = Counters(device)
+    counters = COUNTERS.get(index)
     found = None
     if counters is not None and capturing:
         found = counters.take()

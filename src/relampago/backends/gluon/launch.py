@@ -12,7 +12,6 @@ from torch import Tensor
 
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.boxes import (
-    DTYPES,
     STEP,
     Box,
     addressable,
@@ -24,13 +23,10 @@ from relampago.backends.gluon.boxes import (
     steps_fit,
 )
 from relampago.backends.gluon.combine import LINES, combine
-from relampago.backends.gluon.counter import _COUNTERS, counter
+from relampago.backends.gluon.counter import counter
 from relampago.backends.gluon.sizes import (
-    L2_BYTES,
     ROWS,
-    SHARED,
     Kind,
-    Masks,
     Result,
     Sides,
     Size,
@@ -50,11 +46,6 @@ from relampago.tape import note
 LOG2E = 1.4426950408889634
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a thread: consumers' and producer's
 COMBINING = Plan(block_q=1, block_k=1, warps=4)
-
-__all__ = [
-    "DTYPES", "L2_BYTES", "LOG2E", "REGISTERS", "ROWS", "SHARED", "STEP", "_COUNTERS", "Box", "Masks", "addressable",
-    "counter", "dense_box", "descriptor", "forward", "launch", "packed_box", "padded", "positive", "softcap_of",
-]  # fmt: skip
 
 
 class Target(NamedTuple):
@@ -256,6 +247,7 @@ def setting_of(
 
 
 def lse_of(x: Arrays, value: float | None) -> Tensor:
+    """Room for LSE, filled with a value if there is one."""
     s = x.q.shape
     shape = (s[0], s[2], s[1]) if x.cu_q is None else (s[1], s[0])
     lse = torch.empty(shape, dtype=torch.float32, device=x.q.device)
