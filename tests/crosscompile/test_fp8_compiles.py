@@ -22,15 +22,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
+from crosscompile.rows import SPILLS
 from crosscompile.sample import pinned
 from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED, meetings
-from crosscompile.test_triton import SPILLS
 
 from relampago.backends.gluon import fp8_launch, launch
 from relampago.backends.triton import Triton, decode, forward
 from relampago.quant import kernels
 
 TABLE = table("sm90")["gluon_sm90.forward_fp8"]
+BYTES = next(row.plan for row in table("sm90")["triton.decode"] if "fp8" in dict(row.when))
 WIDE_SPILLS = 128  # bytes of a thread at head dim 256: acc alone takes 128 of its registers
 CHAIN_SPILLS = 48 if OLD else 192  # outside the main loops, by 12.8; windows are the worst
 FORM_SPILLS = 48  # of masks that hold each row's run of keys
@@ -184,7 +185,7 @@ def test_attending_to_e4m3_in_pages(monkeypatch, arch) -> None:
     monkeypatch.setattr(Device, "of", lambda _: Device(kind, arch))
     for rows in (1, 3):  # 3 rows of 4 heads do not fit the tile of `decode_fp8.py`
         x = cache_of(rows, 64)
-        built = decoded(monkeypatch, arch, x, Plan(block_q=64, block_k=64, warps=4, stages=3))
+        built = decoded(monkeypatch, arch, x, BYTES)
         few = rows == 1 and kind == "cuda"
         assert built.name == ("attend_bytes" if few else "attend_part")
         assert built.spills == 0

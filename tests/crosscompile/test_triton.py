@@ -1,4 +1,4 @@
-"""Every row of every tuning table compiles for its architecture, with no GPU: it fits, and hardly spills."""
+"""Every row of forward and backward compiles for its architecture, with no GPU: it fits, and hardly spills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from relampago.api import Options, prepare
 from relampago.cases import Case, find
 from relampago.op import arrays_of
-from relampago.plan import Plan, Row, table
+from relampago.plan import Plan, Row
 from relampago.problem import Saved, Wanted
 
 triton = pytest.importorskip("triton")
@@ -20,48 +20,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from crosscompile.offline import Built, Recorder
+from crosscompile.rows import SHARED, check, rows_of, shape_of
 from crosscompile.sample import first_of_each, spared
 
 from relampago.backends.triton import backward, forward
 
-SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "gfx942": 64}  # KiB of a block
 KERNELS = {"forward": "attend", "backward_dkdv": "by_keys", "backward_dq": "by_queries"}
 CAUSAL = Case(name="causal", batch=1, len_q=512, len_k=512, heads=4, options={"causal": True})
-SPILLS = 64  # bytes of a thread that a row may spill in half precision
-
-
-def shape_of(row: Row) -> tuple[int, int, torch.dtype]:
-    """The largest head dims that a row serves, and a dtype of it."""
-    when = dict(row.when)
-    dim, dim_v = when.get("dim_max", 576), when.get("dim_v_max", 512)
-    return dim, dim_v, torch.bfloat16 if "dtype" in when else torch.float32
-
-
-def compiled_here(arch: str, kernel: str, row: Row) -> bool:
-    """Products of fp32 compile slowly: the rows of sm89, which has the least shared memory, and AMD's stand for all."""
-    dim, _, dtype = shape_of(row)
-    if dtype != torch.float32:
-        return True
-    refused = arch == "sm89" and dim > 512 and kernel != "forward"  # by why_not: 102 KiB
-    return arch in ("sm89", "gfx942") and not refused
-
-
-def rows_of(kernel: str) -> list[Any]:
-    """A kernel's rows as parameters of a test: architecture and row."""
-    return [
-        pytest.param(arch, row, id=f"{arch}-{i}")
-        for arch in SHARED
-        for i, row in enumerate(table(arch)[f"triton.{kernel}"])
-        if compiled_here(arch, kernel, row)
-    ]
-
-
 ROWS = [
-    pytest.param(arch, kernel, row, id=f"{arch}-{kernel}-{i}")
-    for arch in SHARED
+    pytest.param(arch, kernel, row, id=f"{arch}-{kernel}-{param.id.rpartition('-')[2]}")
     for kernel in KERNELS
-    for i, row in enumerate(table(arch)[f"triton.{kernel}"])
-    if compiled_here(arch, kernel, row)
+    for param in rows_of(kernel)
+    for arch, row in [param.values]
 ]
 HOPPER = [p for p in ROWS if p.values[0] == "sm90"]
 SIZES = ("block_q", "block_k", "warps", "stages", "tma", "split")
@@ -106,10 +76,7 @@ def test_row_fits(arch: str, kernel: str, row: Row, monkeypatch: pytest.MonkeyPa
     dim, dim_v, dtype = shape_of(row)
     case = replace(CAUSAL, dim=dim, dim_v=dim_v)
     built = build(monkeypatch, arch, kernel, case, dtype, row.plan)
-    assert built.shared <= SHARED[arch] * 1024
-    sized = "not measured" in row.source and triton.__version__.startswith("3.6")
-    if sized and dtype != torch.float32:  # a measured row has won in spite of what it spills
-        assert built.spills <= SPILLS
+    check(arch, row, built)
     if arch == "sm90" and row.plan.block_q >= 64 <= row.plan.block_k:
         assert "wgmma.mma_async" in built.asm["ptx"]
 
