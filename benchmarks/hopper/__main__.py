@@ -101,5 +101,5 @@ if __name__ == "__main__":
         main(*words)
     else:
         sys.exit(
-            "expected: check|stress SECONDS [chain|lazy], clock|short|experiments|all SECONDS [fa3] [fa4]"
+            "expected: check|stress SECONDS [named|hold], clock|short|experiments|all SECONDS [fa3] [fa4]"
         )

@@ -1,4 +1,4 @@
-"""A change to all of the table's plans for the forward, so that checks and endurance run with what no row has yet."""
+"""A change to all of the table's plans, so that checks and endurance run with what no row has yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relampago.problem import Problem
 from relampago.select import by_name
 
 NAME = "HOPPER_CHANGE"  # of the environment, which jobs inherit
-CHANGES = {"chain": {"chain": 1, "schedule": 2}, "lazy": {"lazy": 1}}
+CHANGES = {"named": {"named": 1}, "hold": {"named": 1, "hold": 1}}
 
 
 def ask_for(name: str) -> None:
@@ -28,7 +28,6 @@ def apply() -> None:
     table = backend.plan
 
     def plan(self: object, p: Problem) -> Plan:
-        found = table(self, p)
-        return replace(found, **CHANGES[name]) if p.direction == "forward" else found
+        return replace(table(self, p), **CHANGES[name])
 
     backend.plan = plan
