@@ -52,10 +52,11 @@ class KVCache:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        _positive(batch=batch, room=room, kv_heads=kv_heads, dim=dim)
+        dim_v = dim if dim_v is None else dim_v
+        _positive(batch=batch, room=room, kv_heads=kv_heads, dim=dim, dim_v=dim_v)
         self.room = room
         self.k = torch.zeros(batch, room, kv_heads, dim, dtype=dtype, device=device)
-        self.v = torch.zeros(batch, room, kv_heads, dim_v or dim, dtype=dtype, device=device)
+        self.v = torch.zeros(batch, room, kv_heads, dim_v, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = [0] * batch
         self._take_scales(k_scale, v_scale, (kv_heads,))
@@ -135,8 +136,13 @@ class KVCache:
         """New tokens in the cache's dtype: cast where it is e4m3 and they are not; and how many saturated."""
         found, beyond = [], []
         for new, scale in ((k, self.k_scale), (v, self.v_scale)):
-            fits = new.ndim == 4 and new.shape[2] == self.k.shape[2] and new.device == self.k.device
-            if scale is None or new.dtype == E4M3 or not new.is_floating_point() or not fits:
+            fits = (
+                isinstance(new, Tensor)
+                and new.ndim == 4
+                and new.shape[2] == self.k.shape[2]
+                and new.device == self.k.device
+            )
+            if scale is None or not fits or new.dtype == E4M3 or not new.is_floating_point():
                 found.append(new)
                 continue
             of_heads = scale[None, :, None].expand(new.shape[0], -1, -1)
@@ -151,24 +157,34 @@ class KVCache:
                 self.saturated += n
 
     def _check(self, k: Tensor, v: Tensor, counts: Tensor | None) -> int:
-        n = k.shape[1] if k.ndim == 4 else -1
+        n = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else -1
         for name, got, like in (("k", k, self.k), ("v", v, self.v)):
             want = (self.batch, n, *like.shape[2:])
             if (
                 n < 0
+                or not isinstance(got, Tensor)
                 or tuple(got.shape) != want
                 or got.dtype != like.dtype
                 or got.device != like.device
             ):
                 raise InvalidInput(
-                    f"{name} is {tuple(got.shape)} {got.dtype} {got.device}; expected "
+                    f"{name} is {_shown(got)}; expected "
                     f"({self.batch}, n, {like.shape[2]}, {like.shape[3]}) {like.dtype} {like.device}"
                 )
-        if counts is not None and (
-            tuple(counts.shape) != (self.batch,) or counts.dtype != torch.int32
+        if counts is None:
+            return n
+        like = self.lengths
+        if (
+            not isinstance(counts, Tensor)
+            or tuple(counts.shape) != (self.batch,)
+            or (counts.dtype, counts.device) != (like.dtype, like.device)
         ):
             raise InvalidInput(
-                f"counts is {tuple(counts.shape)} {counts.dtype}; expected ({self.batch},) torch.int32"
+                f"counts is {_shown(counts)}; expected ({self.batch},) {like.dtype} {like.device}"
+            )
+        if host_reads(counts) and (int(counts.min()) < 0 or int(counts.max()) > n):
+            raise InvalidInput(
+                f"counts is {counts.tolist()[:16]}; expected 0 to {n}, the new tokens"
             )
         return n
 
@@ -388,15 +404,22 @@ class CacheView(KVCache):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
+        for name, t in (("k", k), ("v", v)):
+            if not isinstance(t, Tensor):
+                raise InvalidInput(f"{name} is {_shown(t)}; expected a tensor")
         tables = {"lengths": (lengths, 1), "page_table": (page_table, 2)}
         for name, (table, rank) in tables.items():
-            if table is None:
+            if table is None and rank == 2:
                 continue
             form = "(batch,)" if rank == 1 else "(batch, most)"
-            if table.ndim != rank or table.dtype != torch.int32 or table.device != k.device:
+            if (
+                not isinstance(table, Tensor)
+                or table.ndim != rank
+                or table.dtype != torch.int32
+                or table.device != k.device
+            ):
                 raise InvalidInput(
-                    f"{name} is {tuple(table.shape)} {table.dtype} {table.device}; "
-                    f"expected {form} torch.int32 {k.device}"
+                    f"{name} is {_shown(table)}; expected {form} torch.int32 {k.device}"
                 )
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
             raise InvalidInput(
@@ -438,6 +461,11 @@ class CacheView(KVCache):
         place = torch.arange(n, device=self.k.device)
         index = (self.page_table[b, place // page].long(), place % page)
         return self.k[index], self.v[index]
+
+
+def host_reads(t: Tensor) -> bool:
+    """Whether the host may look at a tensor's values: nothing waits for a device, and no graph depends on them."""
+    return t.device.type == "cpu" and t.numel() > 0 and not torch.compiler.is_compiling()
 
 
 def _shown(value: Any) -> str:

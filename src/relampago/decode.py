@@ -68,7 +68,8 @@ def attention_decode(
                  not (set(options) & {"bias", "dropout_p", "dropout_seed", "deterministic"})),
                 ("options", "hold precision or scales", "a cache of float8_e4m3fn, which has them",
                  not (set(options) & {"precision", "q_descale", "k_descale", "v_descale"})),
-                ("q", "has dtype torch.float8_e4m3fn", "fp16, bf16 or fp32 in decoding", q.dtype != E4M3),
+                ("q", "has dtype torch.float8_e4m3fn", "fp16, bf16 or fp32 in decoding",
+                 getattr(q, "dtype", None) != E4M3),
             ]
         )  # fmt: skip
         packing = None

@@ -72,12 +72,16 @@ def prepare(
     elif packing is None:
         batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
         offset = len_k - len_q if offset is None else offset
+        whole = isinstance(offset, int | torch.SymInt)
+        validate.require([("offset", ("is {!r}", offset), "an int or None", whole)])
     else:
         validate.packing(q, k, *packing)
         batch, len_q, len_k = packing.cu_q.shape[0] - 1, packing.max_q, packing.max_k
         offset = 0
     full = (batch, q.shape[-2], len_q, len_k)
-    asked = o.precision or (None if shard or cache is not None else defaults.forced.precision)
+    asked = o.precision
+    if asked is None and not shard and cache is None:
+        asked = defaults.forced.precision
     scales = validate.fp8(q, k, v, asked, (o.q_descale, o.k_descale, o.v_descale), full, shard)
     precision = "fp8" if q.dtype == quant.E4M3 or asked == "fp8" else None
     validate.extras(q, o.bias, o.sinks, o.alibi_slopes, full)
@@ -98,7 +102,7 @@ def prepare(
         deterministic=defaults.deterministic(o.deterministic) or invariant,
         dtype=_out_dtype(q, shard),
         shard=shard,
-        backend=_backend(o.backend or defaults.forced.backend),
+        backend=_backend(defaults.forced.backend if o.backend is None else o.backend),
         plan=defaults.forced.plan,
         precision=precision,
         batch_invariant=invariant,

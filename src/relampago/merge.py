@@ -29,6 +29,12 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
     if not parts:
         raise InvalidInput("parts is empty; expected at least one pair (out, lse)")
+    for number, part in enumerate(parts):
+        pair = isinstance(part, tuple | list) and len(part) == 2
+        if not pair or not all(isinstance(t, Tensor) for t in part):
+            raise InvalidInput(
+                f"parts[{number}] is a {type(part).__name__}; expected a pair (out, lse)"
+            )
     first_out, first_lse = parts[0]
     for number, (out, lse) in enumerate(parts):
         for name, got, expected in (("out", out, first_out), ("lse", lse, first_lse)):
@@ -38,7 +44,7 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                     f"expected {tuple(expected.shape)} as in parts[0]"
                 )
         rows = tuple(out.shape[:-1])
-        if tuple(lse.transpose(-1, -2).shape) != rows:
+        if lse.ndim < 2 or tuple(lse.transpose(-1, -2).shape) != rows:
             raise InvalidInput(
                 f"parts[{number}]: lse has shape {tuple(lse.shape)}; "
                 f"expected heads before rows, for out {tuple(out.shape)}"

@@ -267,6 +267,15 @@ def values(arguments: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(a.tensor[a.index] if isinstance(a, Argument) else a for a in arguments)
 
 
+def scores_of(found: Any, like: Tensor) -> Tensor:
+    """What a mod's function returned, which is to be scores like those that it was given."""
+    if not isinstance(found, Tensor) or found.shape != like.shape:
+        raise InvalidInput(
+            f"score_mod: the function returned {_shown(found)}; expected a score for each, {tuple(like.shape)}"
+        )
+    return found
+
+
 def _index(
     axis: str,
     tensor: Tensor,

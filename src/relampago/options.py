@@ -61,7 +61,9 @@ def mask_of(o: Options) -> Any:
 def mods_of(o: Options) -> tuple[ScoreMod, ...]:
     """All that changes scores, in the order in which it does."""
     given = o.score_mod
-    own = () if given is None else (given,) if isinstance(given, ScoreMod) else tuple(given)
+    own: tuple[Any, ...] = ()
+    if given is not None:
+        own = tuple(given) if isinstance(given, Sequence) else (given,)
     for mod in own:
         if not isinstance(mod, ScoreMod):
             raise InvalidInput(

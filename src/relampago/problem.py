@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from relampago.errors import InvalidInput
 from relampago.masks.blocks import Blocks
 from relampago.masks.rules import Band
 from relampago.mods import no_bend, no_slope
@@ -155,6 +156,25 @@ class Arrays:
         if self.lens_k is not None:
             return Layout.CACHE
         return Layout.DENSE if self.cu_k is None else Layout.RAGGED
+
+    def check_cache(self) -> None:
+        """Refuse lengths beyond the room, and pages that are not there; on a device their values are not read."""
+        lens, table = self.lens_k, self.page_table
+        if lens is None or lens.device.type != "cpu" or not lens.numel():
+            return
+        page = self.k.shape[1]
+        room = page if table is None else page * table.shape[1]
+        least, most = torch.aminmax(lens)
+        if int(least) < 0 or int(most) > room:
+            raise InvalidInput(
+                f"cache: lengths are {lens.tolist()[:16]}; expected 0 to the room of {room}"
+            )
+        if table is not None and table.numel():
+            used = torch.arange(table.shape[1]) * page < lens[:, None]
+            if bool((used & ((table < 0) | (table >= self.k.shape[0]))).any()):
+                raise InvalidInput(
+                    f"cache: the page table has pages beyond 0 to {self.k.shape[0] - 1}, the pages there are"
+                )
 
     def rows(self, b: int) -> slice | int:
         """Where sequence b lies in q. Reads cu_seqlens, as do `keys` and `band_of`: for the CPU."""

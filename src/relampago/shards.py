@@ -64,6 +64,7 @@ def partial(
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
     if into is None:
         return run(*call) if top is None else _raising(top, call)
+    validate.several("into", into, ("out", "lse"))
     shapes = {"out": (*q.shape[:3], v.shape[3]), "lse": (q.shape[0], q.shape[2], q.shape[1])}
     found = {"out": into[0], "lse": into[1]}
     validate.into(found, shapes, q, k, v, call.bias, call.sinks, *call.mod_args)
@@ -123,12 +124,13 @@ def partial_backward(
         Unsupported: as `attention`.
     """
     call = prepare(q, k, v, Options(**options), offset=offset, shard=True)
-    _check_rows(dout, out, lse, q, v)
+    _check_rows(dout, out, lse, dlse, q, v)
     if into is None:
         dq, dk, dv, _, _ = backward_op(
             dout, dlse, out, lse, [True, True, True, False, False], *call
         )
         return dq, dk, dv
+    validate.several("into", into, ("dq", "dk", "dv"))
     dq, dk, dv = into
     alone = (dk is None) == (dv is None)
     validate.require([("into", "has one of dk and dv", "both or none", alone)])
@@ -259,7 +261,7 @@ class Rows:
     ) -> None:  # fmt: skip
         self.dout, self.q, self.options = dout, q, options
         self.out, self.lse, self.dlse, self.delta = out, lse, dlse, delta
-        _check_rows(dout, out, lse, q, v)
+        _check_rows(dout, out, lse, dlse, q, v)
         self._x, facts = gather(prepare(q, k, v, Options(**options), shard=True))
         self._how = decide_backward(self._x, facts)
         self._plain: Tensor | None = None
@@ -333,13 +335,23 @@ def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype)
     return (delta if dlse is None else delta - dlse).contiguous()
 
 
-def _check_rows(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
+def _check_rows(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, q: Tensor, v: Tensor
+) -> None:
+    """What rows of a larger attention gave and get."""
     rows = (q.shape[0], q.shape[2], q.shape[1])
-    shape = (*q.shape[:3], v.shape[3])
-    validate.require(
-        [
-            ("dout", ("has shape {}", tuple(dout.shape)), shape, tuple(dout.shape) == shape),
-            ("out", ("has shape {}", tuple(out.shape)), shape, tuple(out.shape) == shape),
-            ("lse", ("has shape {}", tuple(lse.shape)), rows, tuple(lse.shape) == rows),
-        ]
-    )
+    shape, wide = (*q.shape[:3], v.shape[3]), (accumulate_dtype(q.dtype),)
+    named = [("dout", dout, shape, validate.FLOATS), ("out", out, shape, validate.FLOATS)]
+    named += [("lse", lse, rows, wide), ("dlse", dlse, rows, wide)]
+    for name, t, form, dtypes in named:
+        if t is None and name == "dlse":
+            continue
+        validate.require([(name, ("is a {}", type(t).__name__), "a tensor", isinstance(t, Tensor))])
+        validate.require(
+            [
+                (name, ("is {}", t.layout), "strided", t.layout == torch.strided),
+                (name, ("has shape {}", tuple(t.shape)), form, tuple(t.shape) == form),
+                (name, ("has dtype {}", t.dtype), ("one of {}", dtypes), t.dtype in dtypes),
+                (name, ("is on {}", t.device), ("{}, as q", q.device), t.device == q.device),
+            ]
+        )

@@ -33,6 +33,12 @@ def require(checks: Iterable[Check], tensors: dict[str, Any] | None = None) -> N
             raise InvalidInput("\n".join(lines))
 
 
+def several(name: str, value: Any, parts: tuple[str, ...]) -> None:
+    """An argument that holds several."""
+    holds = isinstance(value, tuple | list) and len(value) == len(parts)
+    require([(name, ("is a {}", type(value).__name__), f"({', '.join(parts)})", holds)])
+
+
 def into(
     found: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], q: Tensor, *others: Tensor | None
 ) -> None:
@@ -40,6 +46,7 @@ def into(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, t in found.items():
         at, shape = f"into's {name}", shapes[name]
+        require([(at, ("is a {}", type(t).__name__), "a tensor", isinstance(t, Tensor))])
         require(
             [
                 (at, ("has shape {}", tuple(t.shape)), shape, tuple(t.shape) == shape),
@@ -83,6 +90,7 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool, cached: bool = False) -> No
     ranks["v"] = ranks["k"]
     for name, value in named.items():
         require([(name, ("is a {}", type(value).__name__), "a tensor", isinstance(value, Tensor))])
+        require([(name, ("is {}", value.layout), "strided", value.layout == torch.strided)])
     require(
         [
             (
@@ -132,6 +140,7 @@ def tensors(q: Any, k: Any, v: Any, *, packed: bool, cached: bool = False) -> No
             ("v", "has another length", "that of k", v.shape[-3] == k.shape[-3]),
             ("v", "has another number of heads", "that of k", v.shape[-2] == kv_heads),
             ("k", "has 0 heads", "at least 1", kv_heads > 0),
+            ("q", "has 0 heads", "at least 1", heads > 0),
         ],
         named,
     )

@@ -150,19 +150,24 @@ def key_of(given: Given, options: tuple[Any, ...]) -> Any:
     if not unwatched() or host_reads(given[4]) or host_reads(given[5]):
         return None
     kinds = kinds_of(given)
-    return None if kinds is None else (options, settings(given[0]), *kinds)
+    if kinds is None or given[0] is None:
+        return None
+    return (options, settings(given[0]), *kinds)
 
 
 def kinds_of(given: Given) -> list[Any] | None:
     """Of each tensor what a call like it shares; None if one is more than a tensor."""
     kinds: list[Any] = []
-    for t in given:
-        if t is None:
-            kinds.append(None)
-        elif (type(t) is not Tensor and type(t) is not Parameter) or t.is_neg():
-            return None
-        else:
-            kinds += kind_of(t)
+    try:
+        for t in given:
+            if t is None:
+                kinds.append(None)
+            elif (type(t) is not Tensor and type(t) is not Parameter) or t.is_neg():
+                return None
+            else:
+                kinds += kind_of(t)
+    except RuntimeError:  # a sparse one, which has no strides
+        return None
     return kinds
 
 

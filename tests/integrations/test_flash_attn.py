@@ -12,6 +12,7 @@ from integrations.formula import attend, both, seen
 import relampago as rl
 from relampago import flash_attn as fa
 from relampago.flash_attn import interface3 as fa3
+from relampago.flash_attn import rotary
 
 B, H, G, D = 2, 4, 2, 16
 HALF = torch.bfloat16
@@ -303,3 +304,31 @@ def test_signatures(name) -> None:
         p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in positional
     )
     assert text == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("change", [
+    ({"q": None}, "q is a NoneType; expected a tensor"), ({"v": None}, "v is a NoneType"),
+    ({"k": [1.0]}, "k is a list; expected a tensor"), ({"window_size": ("a", 1)}, "window_size is"),
+    ({"softcap": "x"}, "softcap is 'x'"), ({"attention_chunk": "x"}, "attention_chunk is 'x'"),
+    ({"qv": torch.zeros(2, 5, 4, 16)}, r"qv is \(2, 5, 4, 16\) on cpu; expected \(2, 8, 4, 16\)"),
+    ({"qv": 3}, "qv is a int; expected a tensor"),
+], ids=lambda change: next(iter(change[0])))  # fmt: skip
+def test_what_is_no_tensor_or_number(change) -> None:
+    given, words = change
+    tensors = {name: torch.zeros(2, 8, 4, 16) for name in "qkv"}
+    with pytest.raises(fa.Refused, match=words):
+        fa.flash_attn_func(**{**tensors, **given})
+
+
+@pytest.mark.parametrize("cu", [None, [0, 8]], ids=str)
+def test_cu_seqlens_are_tensors(cu) -> None:
+    q = torch.zeros(8, 4, 16)
+    with pytest.raises(fa.Refused, match=r"cu_seqlens_q is a .*; expected a tensor"):
+        fa.flash_attn_varlen_func(q, q, q, cu, cu, 8, 8)
+
+
+def test_rotary_offsets() -> None:
+    x, table = torch.zeros(2, 8, 4, 16), torch.ones(8, 8)
+    for offsets in (1.5, torch.zeros(3, dtype=torch.int32), torch.zeros(2)):
+        with pytest.raises(fa.Refused, match="seqlen_offsets is"):
+            rotary.apply_rotary_emb(x, table, table, seqlen_offsets=offsets)

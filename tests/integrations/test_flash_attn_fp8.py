@@ -184,7 +184,7 @@ BAD = {
     "number": (lambda: packed(v_descale=0.5), r"v_descale is 0.5; expected a tensor \(3, 2\)"),
     "batch": (lambda: packed(k_descale=torch.ones(B + 1, G)), r"k_descale is \(4, 2\)"),
     "new keys": (lambda: called(k=drawn(B, 1, G, D, dtype=HALF), v=drawn(B, 1, G, D, dtype=HALF)),
-                 "k or v is .* torch.bfloat16; expected .* torch.float8_e4m3fn"),
+                 "k is .* torch.bfloat16; expected .* torch.float8_e4m3fn"),
     "rotary": (lambda: called(k=drawn(B, 1, G, D), v=drawn(B, 1, G, D), rotary_cos=torch.ones(32, 8),
                               rotary_sin=torch.ones(32, 8)), "q is torch.float8_e4m3fn; expected bf16 or wider"),
 }  # fmt: skip

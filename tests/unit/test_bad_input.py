@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import relampago as rl
+from relampago import statistics
 
 
 def t(*shape, dtype=torch.float32):
@@ -19,6 +20,11 @@ GOOD = {"q": t(2, 8, 4, 16), "k": t(2, 8, 2, 16), "v": t(2, 8, 2, 16)}
 DENSE = {
     "rank": ({"q": t(8, 4, 16)}, r"q has 3 dimensions; expected 4: \(batch, length, heads, dim\)"),
     "not a tensor": ({"k": [1.0]}, "k is a list; expected a tensor"),
+    "nothing": ({"q": None}, "q is a NoneType; expected a tensor"),
+    "sparse": ({"q": t(2, 8, 4, 16).to_sparse()}, "q is torch.sparse_coo; expected strided"),
+    "jagged": ({"q": torch.nested.nested_tensor([t(3, 4, 16), t(5, 4, 16)], layout=torch.jagged)},
+               "q is torch.jagged; expected strided"),
+    "no query heads": ({"q": t(2, 8, 0, 16)}, "q has 0 heads; expected at least 1"),
     "heads": ({"k": t(2, 8, 3, 16), "v": t(2, 8, 3, 16)}, "k has a number of heads that does not divide"),
     "kv heads differ": ({"v": t(2, 8, 1, 16)}, "v has another number of heads; expected that of k"),
     "no heads": ({"k": t(2, 8, 0, 16), "v": t(2, 8, 0, 16)}, "k has 0 heads"),
@@ -58,6 +64,21 @@ DENSE = {
     "sinks": ({"sinks": t(3)}, r"sinks has shape \(3,\); expected \(4,\)"),
     "slopes": ({"alibi_slopes": t(3, 4)}, r"alibi_slopes has shape \(3, 4\); expected \(4,\) or \(2, 4\)"),
     "backend": ({"backend": "warp"}, "backend is 'warp'; expected one of"),
+    "backend type": ({"backend": {}}, "backend is {}; expected one of"),
+    "precision type": ({"precision": {}}, "precision is {}; expected None, 'full' or 'fp8'"),
+    "score mod type": ({"score_mod": 3}, "score_mod is a int; expected a ScoreMod"),
+    "score mod's result": (
+        {"score_mod": rl.ScoreMod(lambda s, q, k, head, args, math: 0.5)},
+        "score_mod: the function returned a float; expected a score for each",
+    ),
+    "score mod's shape": (
+        {"score_mod": rl.ScoreMod(lambda s, q, k, head, args, math: s.sum(-1))},
+        r"score_mod: the function returned \(.*\); expected a score for each",
+    ),
+    "mask function's shape": (
+        {"mask": lambda b, h, q, k: (q > k)[..., :3]},
+        r"mask: the function returned shape \(1, 1, 8, 3\); expected one that broadcasts",
+    ),
     "score mod": ({"score_mod": [3]}, "score_mod is a int; expected a ScoreMod"),
     "mod argument": (
         {"score_mod": rl.ScoreMod(max, max, [("k", t(5))])},
@@ -77,6 +98,12 @@ def test_dense(name) -> None:
     tensors = [arguments.pop(n) for n in "qkv"]
     with pytest.raises(rl.InvalidInput, match=words):
         rl.attention(*tensors, **arguments)
+
+
+def test_a_mods_result_by_the_reference() -> None:
+    mod = rl.ScoreMod(lambda s, q, k, head, args, math: 0.5)
+    with pytest.raises(rl.InvalidInput, match="score_mod: the function returned a float"):
+        rl.attention(*GOOD.values(), score_mod=mod, backend="reference")
 
 
 def cu(*ends, dtype=torch.int32):
@@ -120,6 +147,29 @@ def test_merge_and_partial_backward() -> None:
     with pytest.raises(rl.InvalidInput, match=r"lse has shape \(2, 8, 4\); expected \(2, 4, 8\)"):
         rl.partial_backward(q, q, k, v, q, t(2, 8, 4))
     lse = t(2, 4, 8)
+    for change, words in (
+        ({"dout": q.long()}, "dout has dtype torch.int64"),
+        ({"dout": q.to("meta")}, "dout is on meta; expected cpu, as q"),
+        ({"out": None}, "out is a NoneType; expected a tensor"),
+        ({"lse": lse.half()}, "lse has dtype torch.float16"),
+        ({"dlse": t(2, 8, 4)}, r"dlse has shape \(2, 8, 4\); expected \(2, 4, 8\)"),
+        ({"dlse": 3}, "dlse is a int; expected a tensor"),
+        ({"into": 3}, r"into is a int; expected \(dq, dk, dv\)"),
+        ({"offset": 2.5}, "offset is 2.5; expected an int or None"),
+    ):
+        given = {"dout": q, "q": q, "k": k, "v": v, "out": q, "lse": lse, **change}
+        with pytest.raises(rl.InvalidInput, match=words):
+            rl.partial_backward(**given)
+    for into, words in (
+        (3, r"into is a int; expected \(out, lse\)"),
+        ((q, 3), "into's lse is a int"),
+    ):
+        with pytest.raises(rl.InvalidInput, match=words):
+            rl.partial(q, k, v, into=into)
+    with pytest.raises(rl.InvalidInput, match=r"parts\[0\] is a NoneType; expected a pair"):
+        rl.merge(None)
+    with pytest.raises(rl.InvalidInput, match="lse is a str; expected a tensor"):
+        statistics.column_sums(q, k, lse="x")
     with pytest.raises(rl.InvalidInput, match="into has one of dk and dv; expected both or none"):
         rl.partial_backward(q, q, k, v, q, lse, into=(q, k, None))
     with pytest.raises(rl.InvalidInput, match=r"into's dv has shape \(2, 8, 4, 16\); expected"):

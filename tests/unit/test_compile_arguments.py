@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 import relampago as rl
 from relampago import flash_attn as fa
+from relampago import statistics
 from relampago.cache import KVCache, PagedKVCache
 from relampago.integrations.sdpa import scaled_dot_product_attention
 from relampago.lower import prepare
@@ -150,6 +151,24 @@ def test_flash_attns_cache_appends(dynamic) -> None:
     got = compiled(fn, dynamic=dynamic)(q, k, v, room_k, room_v, lengths)
     torch.testing.assert_close(got, want)
     assert torch.equal(room_k[0, 3], k[0, 0])
+
+
+REFUSED = {
+    "a mask function": lambda q, k, v: rl.attention(q, k, v, mask=lambda b, h, i, j: j <= i),
+    "chosen rows": lambda q, k, v: statistics.weights(q, k, [0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_graph_can_hold_is_named(name) -> None:
+    """Without fullgraph=True it runs eagerly."""
+    tensors = make()
+    with pytest.raises(Exception, match=f"{name} inside a graph"):
+        compiled(REFUSED[name])(*tensors)
+    torch._dynamo.reset()
+    broken = torch.compile(REFUSED[name], backend="aot_eager")
+    torch.testing.assert_close(broken(*tensors), REFUSED[name](*tensors))
 
 
 def turned(t):

@@ -141,11 +141,43 @@ def test_bad_input() -> None:
         rl.attention_decode(q, cache, bias=torch.zeros(1))
     with pytest.raises(rl.InvalidInput, match="mask gives tables per row"):
         rl.attention_decode(q, cache, mask=rl.Document(torch.tensor([0])))
-    with pytest.raises(rl.InvalidInput, match="counts is"):
-        cache.append(k, v, torch.tensor([1, 2]))
+    many, few = (torch.full((B,), n, dtype=torch.int32) for n in (5, -1))
+    for counts, words in (
+        (torch.tensor([1, 2]), "counts is"), ([1, 2, 3], r"counts is \[1, 2, 3\]; expected \(3,\)"),
+        (many, r"counts is \[5, 5, 5\]; expected 0 to 4"), (few, r"counts is \[-1, -1, -1\]"),
+    ):  # fmt: skip
+        with pytest.raises(rl.InvalidInput, match=words):
+            cache.append(k, v, counts)
+    for new, words in (((3, v), r"k is 3; expected \(3, n"), ((k, [1]), r"v is \[1\]; expected")):
+        with pytest.raises(rl.InvalidInput, match=words):
+            rl.attention_decode(q, cache, *new)
+    with pytest.raises(rl.InvalidInput, match="q is a NoneType"):
+        rl.attention_decode(None, cache)
     with pytest.raises(rl.InvalidInput, match="room is 0; expected a positive int"):
         KVCache(1, 0, 1, 1)
     assert cache.lengths.tolist() == [0] * B
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_view_beyond_its_cache(backend) -> None:
+    """Values are read on a CPU only: there in each call, also in one that is like an earlier."""
+    q, k, v = tokens(8)
+    table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
+    lengths = torch.tensor([3, 8, 0], dtype=torch.int32)
+    rl.attention_decode(q[:, :1], CacheView(k, v, lengths, table), backend=backend)
+    for n, page, words in (
+        (9, 2, "lengths are .*; expected 0 to the room of 8"), (-1, 2, "lengths are"),
+        (8, 3, "page table has pages beyond 0 to 2"), (8, -1, "page table has pages"),
+    ):  # fmt: skip
+        lengths[1], table[1, 0] = n, page
+        with pytest.raises(rl.InvalidInput, match=words):
+            rl.attention_decode(q[:, :1], CacheView(k, v, lengths, table), backend=backend)
+    lengths[1], lengths[2], table[1, 0], table[2, 0] = 8, 0, 1, -1  # no token, no page
+    rl.attention_decode(q[:, :1], CacheView(k, v, lengths, table), backend=backend)
+    with pytest.raises(rl.InvalidInput, match="lengths is None; expected"):
+        CacheView(k, v, None)
+    with pytest.raises(rl.InvalidInput, match="k is 3; expected a tensor"):
+        CacheView(3, v, lengths)
 
 
 def packed(counts: list[int]):

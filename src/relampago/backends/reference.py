@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relampago import dropout
 from relampago.masks.rules import visible
-from relampago.mods import TORCH_MATH, Argument, Rule, bind, rule_of, values
+from relampago.mods import TORCH_MATH, Argument, Rule, bind, rule_of, scores_of, values
 from relampago.plan import Plan
 from relampago.problem import (
     Arrays,
@@ -46,6 +46,7 @@ class Reference:
         return Plan(block_q=1, block_k=1)  # no tiles
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        x.check_cache()
         dtype = accumulate_dtype(x.q.dtype)
         if x.max_logits is not None:
             for b in range(x.batch):
@@ -217,9 +218,8 @@ class Sequence:
         steps = [self.q @ self.k.transpose(-1, -2) * self.x.scale]  # [H, Lq, Lk]
         for rule, arguments in self.mods():
             place, args = self.row + self.band.offset, values(arguments)
-            steps.append(
-                rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH).to(self.dtype)
-            )
+            found = rule.fn(steps[-1], place, self.key, self.head, args, TORCH_MATH)
+            steps.append(scores_of(found, steps[-1]).to(self.dtype))
         last = (
             steps[-1] if self.x.bias is None else steps[-1] + self.part(self.x.bias).to(self.dtype)
         )

@@ -121,6 +121,12 @@ def readable(
         cu_seqlens_q: where sequences begin in packed queries.
         cached: whether k and v lie in a cache, where they may stay e4m3 on machines that have it.
     """
+    if qv is not None:
+        want = (*q.shape[:-1], v.shape[-1])
+        fits = tuple(qv.shape) == want and qv.device == q.device
+        expect(
+            fits, "qv is {} on {}; expected {} on {}", tuple(qv.shape), qv.device, want, q.device
+        )
     of_q, of_k, of_v = descales
     eights = k.dtype == v.dtype == E4M3
     if cached and eights and qv is None and machine(q.device).has_e4m3:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relampago.cache import CacheView
+from relampago.cache import CacheView, host_reads
 from relampago.decode import attention_decode
 from relampago.flash_attn.fp8 import FP8, Readable, descales_of, put, readable, scaled
 from relampago.flash_attn.options import chunk_starts, chunked, options_of, sequence_of
@@ -294,14 +294,23 @@ def append(
         which, counts = sequence_of(cu, k.shape[0]), cu.diff()
         if k.device.type == "cpu":  # rows beyond the last sequence
             which, place, k, v = (t[: int(cu[-1])] for t in (which, place, k, v))
-    if place.device.type == "cpu" and place.numel() and not torch.compiler.is_compiling():
+    if host_reads(place):
         expect(
             int(place.max()) < room.room,
             "k needs {} places; expected at most the {} of a sequence's room",
             int(place.max()) + 1,
             room.room,
         )
+        expect(int(place.min()) >= 0, "cache_seqlens is negative: {}", before)
     pages = which if room.pages is None else room.pages[which, place // room.page].long()
+    if host_reads(pages):
+        expect(
+            int(pages.min()) >= 0 and int(pages.max()) < k_cache.shape[0],
+            "block_table or cache_batch_idx goes from {} to {}; expected 0 to {}, what there is of the cache",
+            int(pages.min()),
+            int(pages.max()),
+            k_cache.shape[0] - 1,
+        )
     for cache, new in ((k_cache, k), (v_cache, v)):
         put(cache, (pages, place % room.page), new)
     return counts

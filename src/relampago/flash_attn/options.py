@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relampago.integrations.refusals import expect
+from relampago.integrations.refusals import Refused, expect
 from relampago.mods import ScoreMod, zero
 
 
@@ -21,6 +21,11 @@ def options_of(
     s_aux: Tensor | None,
 ) -> dict[str, Any]:
     """What all functions share: -1 is an unbounded side, a softcap of 0 is none."""
+    expect(
+        softcap is None or isinstance(softcap, int | float),
+        "softcap is {!r}; expected a number, 0 for none",
+        softcap,
+    )
     return {
         "scale": softmax_scale,
         "causal": bool(causal),
@@ -33,12 +38,12 @@ def options_of(
 
 def window_of(window_size: Any) -> tuple[int | None, int | None] | None:
     """(left, right), where a negative side is unbounded."""
-    expect(
-        isinstance(window_size, tuple | list) and len(window_size) == 2,
-        "window_size is {!r}; expected a pair (left, right), -1 for unbounded",
-        window_size,
-    )
-    left, right = (None if side is None or int(side) < 0 else int(side) for side in window_size)
+    form = "window_size is {!r}; expected a pair of ints (left, right), -1 for unbounded"
+    expect(isinstance(window_size, tuple | list) and len(window_size) == 2, form, window_size)
+    try:
+        left, right = (None if side is None or int(side) < 0 else int(side) for side in window_size)
+    except (TypeError, ValueError):
+        raise Refused(form.format(window_size)) from None
     return None if left is None and right is None else (left, right)
 
 
@@ -61,6 +66,9 @@ def chunked(options: dict[str, Any], chunk: int, starts: Tensor) -> dict[str, An
 
 def chunk_starts(rows: int, offset: Tensor | int, chunk: int, like: Tensor) -> Tensor:
     """The first key of each row's chunk, where row i stands at i + offset: (rows,), or (B, heads, rows) for (B,)."""
+    expect(
+        isinstance(chunk, int) and chunk > 0, "attention_chunk is {!r}; expected an int >= 0", chunk
+    )
     row = torch.arange(rows, device=like.device)
     if isinstance(offset, int):
         return (row + offset).div(chunk, rounding_mode="floor") * chunk

@@ -110,6 +110,7 @@ def apply_rotary_emb(
     rank = 4 if cu_seqlens is None else 3
     expect(x.ndim == rank, "x has {} dimensions; expected {}", x.ndim, rank)
     _check_tables(x, cos, sin)
+    _check_offsets(seqlen_offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     if cu_seqlens is None:
         step = torch.arange(x.shape[1], device=x.device)
         offset = seqlen_offsets
@@ -236,6 +237,15 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             x.shape[-1],
         )
         expect(table.device == x.device, "{} is on {}; expected {}", name, table.device, x.device)
+
+
+def _check_offsets(offsets: Any, batch: int) -> None:
+    if isinstance(offsets, Tensor):
+        got, holds = tuple(offsets.shape), tuple(offsets.shape) == (batch,)
+        holds = holds and not offsets.is_floating_point()
+    else:
+        got, holds = offsets, isinstance(offsets, int | torch.SymInt)
+    expect(holds, "seqlen_offsets is {!r}; expected an int or ints ({},)", got, batch)
 
 
 class RotaryEmbedding(torch.nn.Module):

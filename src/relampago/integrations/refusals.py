@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from relampago.errors import InvalidInput
 
@@ -26,8 +29,29 @@ def refuses(function: Function) -> Function:
             raise
         except InvalidInput as error:
             raise Refused(str(error)) from error
+        except (AttributeError, TypeError) as error:
+            if (said := no_tensor(function, args, kwargs)) is not None:
+                raise Refused(said) from error
+            raise
 
     return wrapped  # type: ignore[return-value]
+
+
+def no_tensor(function: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """Which argument a function stumbled over since it is no tensor; None if that is not why. Asked afterwards, so
+    that a call costs nothing."""
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    for name, value in given.items():
+        kinds = signature.parameters[name].annotation.split(" | ")
+        missing = value is None and "None" not in kinds
+        odd = value is not None and set(kinds) <= {"Tensor", "None"}
+        if "Tensor" in kinds and (missing or odd) and not isinstance(value, Tensor):
+            return f"{name} is a {type(value).__name__}; expected a tensor"
+    return None
 
 
 def expect(holds: bool, message: str, *values: Any) -> None:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relampago.errors import InvalidInput
+from relampago.errors import InvalidInput, Unsupported
 from relampago.masks.spec import Mask
+from relampago.shapes import broadcasts
 
 FULL = -1  # in `Blocks.pattern`: the whole tile is visible
 
@@ -79,6 +80,10 @@ class BlockSparse(Mask):
         q is the row's position among the keys (row + offset; offset defaults to len_k - len_q, so that the last
         row is the last key). A function that ignores b or h costs nothing for that dimension.
         """
+        if torch.compiler.is_compiling():
+            raise Unsupported(
+                "a mask function inside a graph of torch.compile; make a BlockSparse of it outside"
+            )
         offset = len_k - len_q if offset is None else offset
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(1, -1, 1, 1)
@@ -90,6 +95,11 @@ class BlockSparse(Mask):
             if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
                 got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
                 raise InvalidInput(f"mask: the function returned {got}; expected a bool tensor")
+            full = (batch, heads, stop - start, len_k)
+            if not broadcasts((1,) * (4 - seen.ndim) + tuple(seen.shape), full):
+                raise InvalidInput(
+                    f"mask: the function returned shape {tuple(seen.shape)}; expected one that broadcasts to {full}"
+                )
             while seen.ndim < 4:
                 seen = seen.unsqueeze(0)
             return seen.expand(*seen.shape[:2], stop - start, len_k)

@@ -50,8 +50,10 @@ def lower(
     if lse is not None:
         rows = (q.shape[1], q.shape[0]) if packing else (q.shape[0], q.shape[2], q.shape[1])
         validate.require(
+            [("lse", ("is a {}", type(lse).__name__), "a tensor", isinstance(lse, Tensor))]
+        )
+        validate.require(
             [
-                ("lse", ("is a {}", type(lse).__name__), "a tensor", isinstance(lse, Tensor)),
                 ("lse", ("has shape {}", tuple(lse.shape)), rows, tuple(lse.shape) == rows),
                 ("lse", ("is on {}", lse.device), ("{}, as q", q.device), lse.device == q.device),
             ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relampago.backends import reference
-from relampago.errors import InvalidInput
+from relampago.errors import InvalidInput, Unsupported
 from relampago.op import arrays_of
 from relampago.problem import Arrays, accumulate_dtype
 from relampago.statistics.call import lower
@@ -99,6 +99,8 @@ def _open(
     q: Tensor, k: Tensor, rows: Any, lse: Tensor | None, offset: int | None, options: dict[str, Any]
 ) -> tuple[Arrays, Tensor, Tensor | None]:
     """The call's arrays, and its rows as checked int64."""
+    if torch.compiler.is_compiling():
+        raise Unsupported("chosen rows inside a graph of torch.compile; their values are read")
     x = arrays_of(lower(q, k, options, offset=offset, lse=lse))
     packed = x.cu_q is not None
     rows = torch.as_tensor(rows, device=q.device)

@@ -47,6 +47,7 @@ class Cpu:
         return first_match(("cpu",), f"cpu.{kernel}", p)
 
     def forward(self, p: Problem, plan: Plan, x: Arrays) -> tuple[Tensor, Tensor]:
+        x.check_cache()
         with (
             torch.inference_mode(False),
             torch.no_grad(),

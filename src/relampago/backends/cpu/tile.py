@@ -19,7 +19,7 @@ from torch import Tensor
 
 from relampago import dropout
 from relampago.masks.rules import Band, full_range, key_range, visible
-from relampago.mods import TORCH_MATH, Rule, bind, rule_of, values
+from relampago.mods import TORCH_MATH, Rule, bind, rule_of, scores_of, values
 from relampago.problem import Arrays, accumulate_dtype
 
 LOG2E = math.log2(math.e)
@@ -359,9 +359,7 @@ class Tile:
         for rule, arguments in self.mods(panel):
             if steps is not None:
                 steps.append(s)
-            found = self.apply(rule.fn, s, panel, arguments)
-            assert isinstance(found, Tensor)
-            s = found.flatten(1, 2)
+            s = scores_of(self.apply(rule.fn, s, panel, arguments), self.grid(s)).flatten(1, 2)
         return s.clone() if steps and s is steps[-1] else s
 
     def wide(self, panel: Panel) -> Panel:
