@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import first_of_each, pinned, spared
-from crosscompile.test_gluon import OLD, SHARED, dims, meetings
+from crosscompile.test_gluon import OLD, SHARED, SPARED, dims, meetings
 
 from relampago.backends.gluon import backward_launch
 
@@ -135,7 +135,7 @@ def test_named_barriers_spare_meetings(monkeypatch, which) -> None:
     check(after, joined, DRAWN)
     bodies = (loops(disassembled(built["by_keys"])) for built in (before, after))
     for old, new in zip(*bodies, strict=True):
-        assert meetings(new) == meetings(old) - 2
+        assert meetings(new) <= meetings(old) - SPARED
 
 
 @pytest.mark.parametrize("which", [pinned(1), 2, pinned(3)])
