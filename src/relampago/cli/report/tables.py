@@ -84,19 +84,27 @@ def memory() -> str:
 def triton() -> str:
     """The portable kernels on the H200 through the public API, beside SDPA's backends in the same run."""
     data = load("h200/triton.json")
+    measured = [row for row in data["rows"] if row["what"] == "16k"]
+    peers = {
+        name: label
+        for name, label in (("flash", "FA2"), ("cudnn", "cuDNN"), ("flex", "flex"))
+        if any(name in row[way] for row in measured for way in ("forward", "backward"))
+    }  # who failed is left out of a row
     rows = []
-    for row in data["rows"]:
-        if row["what"] == "16k":
-            cells = [f"d {row['dim']} {'causal' if row['causal'] else 'full'}"]
-            for rates in (row["forward"], row["backward"]):
-                cells += [f"{rates[name]:.0f}" for name in ("triton", "flash", "cudnn")]
-                cells.append(f"{rates['triton'] / rates['flash']:.2f}×")
-            rows.append(cells)
+    for row in measured:
+        cells = [f"d {row['dim']} {'causal' if row['causal'] else 'full'}"]
+        for rates in (row["forward"], row["backward"]):
+            ours = rates["triton"]
+            cells += [f"{rates[n]:.0f}" if n in rates else "–" for n in ("triton", *peers)]
+            cells.append(f"{ours / rates['flash']:.2f}×" if "flash" in rates else "–")
+        rows.append(cells)
     rows.sort(key=lambda cells: int(cells[0].split()[1]))
     missing = [
         d for d in (64, 128, 256) if not any(cells[0].startswith(f"d {d} ") for cells in rows)
     ]
-    head = ["TFLOP/s", "forward", "FA2", "cuDNN", "/ FA2", "backward", "FA2", "cuDNN", "/ FA2"]
+    head = ["TFLOP/s"]
+    for way in ("forward", "backward"):
+        head += [way, *peers.values(), "/ FA2"]
     note = (
         f"{data['machine']}, torch {data['torch']}, Triton {data['triton']}, bf16, 16k tokens, heads = 2048 / d, "
         f"{data['date']}; FA2, cuDNN: SDPA's, in the same run (`h200/triton.json`).{_others(data['rows'])}"
