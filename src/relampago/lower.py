@@ -15,6 +15,7 @@ from relampago.mods import constant
 from relampago.options import Options, Packing, mask_of, mods_of, seed_of
 from relampago.problem import Facts
 from relampago.select import by_name
+from relampago.shapes import plain
 
 
 class Call(NamedTuple):
@@ -93,9 +94,9 @@ def prepare(
     invariant = defaults.invariant(o.batch_invariant)
     facts = Facts(
         scale=None if o.scale is None else constant(o.scale),
-        left=_index(seen.left),
-        right=_index(seen.right),
-        prefix=_index(seen.prefix),
+        left=plain(seen.left),
+        right=plain(seen.right),
+        prefix=plain(seen.prefix),
         block=_tile(seen),
         mods=tuple(mod.token for mod in mods),
         dropout_p=constant(o.dropout_p),
@@ -140,13 +141,8 @@ def _out_dtype(q: Tensor, shard: bool) -> str | None:
     return "bfloat16" if q.dtype == quant.E4M3 else None
 
 
-def _index(x: int | None) -> int | None:
-    """A plain int, also of one that torch.compile made symbolic: a window that another call had otherwise."""
-    return None if x is None else operator.index(x)
-
-
 def _tile(seen: Resolved) -> tuple[int, int] | None:
-    """A BlockSparse's (queries, keys), likewise: of one that is an argument of what is compiled."""
+    """A BlockSparse's (queries, keys) as plain ints, also of one that is an argument of what is compiled."""
     if seen.blocks is None:
         return None
     rows, keys = seen.blocks.block

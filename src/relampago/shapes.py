@@ -1,13 +1,19 @@
-"""Whether sizes are those that are asked for, in words that torch.compile guards.
+"""Sizes and other ints that torch.compile may have made symbols: compared in words that it guards, and as plain ints.
 
 Under Dynamo `n in (1, m)` is False where n is known and m a symbol, whatever its value; `==` makes a guard.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 Shape = tuple[int, ...]
+
+
+def plain(n: int | None) -> int | None:
+    """A plain int, also of a symbol, such as a window that another call had otherwise: a graph of its own for each."""
+    return None if n is None else operator.index(n)
 
 
 def is_one_of(shape: Shape, shapes: Sequence[Shape]) -> bool:

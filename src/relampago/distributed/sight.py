@@ -24,6 +24,7 @@ from relampago.masks.spec import (
     check_prefix,
     check_window,
 )
+from relampago.shapes import plain
 
 Starts = tuple[int, ...]
 
@@ -78,9 +79,8 @@ class Sight(NamedTuple):
                 )
             else:
                 raise InvalidInput(f"mask is a {type(part).__name__}; expected a mask as Causal()")
-        plain = operator.index  # an int also of what torch.compile made a symbol
-        left, right = (None if side is None else plain(side) for side in (left, right))
-        return Sight(plain(length), left, right, tuple(prefixes), tuple(tables))
+        tokens = operator.index(length)
+        return Sight(tokens, plain(left), plain(right), tuple(prefixes), tuple(tables))
 
     @property
     def batch(self) -> int:
