@@ -40,7 +40,7 @@ def test_largest_scores_of_hopper(name: str, length: int, device: str) -> None:
     dim, options = ASKED.get(name, (128, {"causal": True}))
     q, k, v, options = made(sized(length, dim, **options), torch.bfloat16, device)
     if name == "few queries":
-        q = q[:, -3:]
+        q = q[:, -9:]  # fewer rows are left to decoding kernels
     oracle, standard = (dense(q, k, options, 7, d) for d in (torch.float64, torch.bfloat16))
     plain = rl.attention(q, k, v, **options, return_lse=True, backend="gluon_sm90")
     *both, top = rl.attention(
