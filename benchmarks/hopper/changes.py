@@ -10,7 +10,20 @@ from relampago.problem import Problem
 from relampago.select import by_name
 
 NAME = "HOPPER_CHANGE"  # of the environment, which jobs inherit
-CHANGES = {"named": {"named": 1}, "hold": {"named": 1, "hold": 1}}
+CHANGES = {
+    "named": {"named": 1},
+    "hold": {"hold": 1},
+    "tall": {
+        "block_q": 128,
+        "block_k": 192,
+        "stages": 2,
+        "chain": 0,
+        "pingpong": 2,
+        "pin": 8,
+        "lazy": 1,
+    },
+}
+TALL = (64, 128)  # head dims that blocks of 192 keys are for
 
 
 def ask_for(name: str) -> None:
@@ -28,6 +41,7 @@ def apply() -> None:
     table = backend.plan
 
     def plan(self: object, p: Problem) -> Plan:
-        return replace(table(self, p), **CHANGES[name])
+        change = CHANGES[name] if name != "tall" or {p.dim, p.dim_v} <= {*TALL} else {}
+        return replace(table(self, p), **change)
 
     backend.plan = plan

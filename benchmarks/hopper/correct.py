@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.hopper.problems import call, problems
+from benchmarks.hopper.problems import Named, call, problems
 from benchmarks.hopper.watched import say
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -25,6 +26,12 @@ class Poison:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
+def asked() -> dict[str, Named]:
+    """All problems, or with HOPPER_DIMS those of these dims of keys."""
+    dims = [int(dim) for dim in os.environ.get("HOPPER_DIMS", "").split()]
+    return {name: p for name, p in problems().items() if not dims or p.dim in dims}
+
+
 def check(part: int, parts: int) -> None:
     """One part of the problems, in the order of their names."""
     from budget import check as judge
@@ -33,7 +40,7 @@ def check(part: int, parts: int) -> None:
     from relampago.backends.gluon import launch
 
     launch.torch = Poison()
-    for name, problem in list(problems().items())[part::parts]:
+    for name, problem in list(asked().items())[part::parts]:
         say("start", name=name)
         tensors, options = problem.make()
         try:
@@ -72,21 +79,17 @@ def _compile_only() -> None:
     launch.launch, forward.launch, decode.launch = warm, warm_triton, warm_decode
 
 
-def compile_all(part: int, parts: int) -> None:
-    """Compile what the other jobs will launch, and launch nothing."""
-    from benchmarks.hopper import clock, short
-
+def compile_problems(part: int, parts: int) -> None:
+    """Compile what `check` will launch, and launch nothing."""
     _compile_only()
-    jobs: list[Any] = [
-        lambda p=problem: call(*p.make(), "gluon_sm90") for problem in problems().values()
-    ]
-    seen: set[object] = set()
-    for cell in clock.cells():  # lengths that cut alike compile alike
-        like = (cell.dim, cell.dim_v, cell.causal, cell.length % 192, *cell.plans().values())
-        if like not in seen:
-            seen.add(like)
-            jobs.append(cell.ours)
-    jobs += short.jobs()
+    compile_each(
+        [lambda p=problem: call(*p.make(), "gluon_sm90") for problem in asked().values()],
+        part, parts,
+    )  # fmt: skip
+
+
+def compile_each(jobs: list[Any], part: int, parts: int) -> None:
+    """One part of some calls."""
     for job in jobs[part::parts]:
         try:
             job()
@@ -94,11 +97,26 @@ def compile_all(part: int, parts: int) -> None:
             say("compile", why=f"{type(fault).__name__}: {str(fault)[-400:]}")
 
 
+def compile_cells(part: int, parts: int) -> None:
+    """Compile what `clock` and `short` will launch, and launch nothing."""
+    from benchmarks.hopper import clock, short
+
+    _compile_only()
+    jobs: list[Any] = []
+    seen: set[object] = set()
+    for cell in clock.cells():  # lengths that cut alike compile alike
+        like = (cell.dim, cell.dim_v, cell.causal, cell.length % 192, *cell.plans().values())
+        if like not in seen:
+            seen.add(like)
+            jobs.append(cell.ours)
+    compile_each(jobs + short.jobs(), part, parts)
+
+
 def report(rows: list[dict[str, Any]]) -> None:
     """How many hold, and which do not."""
     checks = [row for row in rows if row["kind"] == "check"]
     bad = [row for row in checks if not row["ok"]]
     worst = max((row.get("error", 0.0) for row in checks), default=0.0)
-    print(f"{len(checks)} of {len(problems())} checked, {len(bad)} bad, worst error {worst:.2e}")
+    print(f"{len(checks)} of {len(asked())} checked, {len(bad)} bad, worst error {worst:.2e}")
     for row in bad:
         print(f"  BAD {row['name']}: {row['why']}")

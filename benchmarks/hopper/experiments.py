@@ -56,36 +56,37 @@ class Change(NamedTuple):
     changes: dict[str, int]
 
 
-WIDE = ((192, 192),)
-OTHERS = tuple(dims for dims in SQUARE if dims not in WIDE)
-IN_HAND = tuple(
-    dims for dims in OTHERS if dims[1] < 256 and dims != (64, 64)
-)  # room for queries in registers
-NAMED = {"named": 1}
+ONE, TWO = ((128, 128),), ((64, 64),)
+IN_HAND = ((128, 128), (96, 96))  # room for queries in registers
 TURNS = {  # when the next warpgroup may issue, and how much of the softmax lies under the product before it
     f"turns {turns}, pin {pin}": {"pingpong": turns, "pin": pin}
-    for turns, pin in ((0, 0), (1, 0), (2, 0), (2, 8))
+    for turns, pin in ((0, 0), (1, 0), (2, 8), (2, 1))
 }
-RESCALED = {"seldom": {"lazy": 1}, "later": {"lazy": 2}}
+RESCALED = {"": {"lazy": 0}, ", seldom": {"lazy": 1}, ", later": {"lazy": 2}}
+TALL = {"block_q": 128, "block_k": 192, "stages": 2, "chain": 0, "named": 0}
 CHANGES = (
-    Change("named", SQUARE, NAMED),
-    *(Change(f"named, {name}", SQUARE, NAMED | turns) for name, turns in TURNS.items()),
     *(
-        Change(f"named, {when}, {name}", OTHERS, NAMED | lazy | TURNS[name])
+        Change(f"192 keys, {name}{when}", ONE, TALL | turns | lazy)
         for when, lazy in RESCALED.items()
-        for name in ("turns 0, pin 0", "turns 1, pin 0", "turns 2, pin 8")
+        for name, turns in TURNS.items()
+        if (when, name) not in ((", later", "turns 0, pin 0"), ("", "turns 2, pin 1"))
+    ),
+    *(
+        Change(
+            f"{keys} keys, {name}, seldom",
+            dims,
+            TALL | more | {"block_k": keys, "lazy": 1} | TURNS[name],
+        )
+        for keys, dims, more in (
+            (160, ONE, {}),
+            (160, TWO, {"stages": 3}),
+            (192, TWO, {"stages": 3}),
+        )
+        for name in ("turns 1, pin 0", "turns 2, pin 8")
     ),
     Change("hold", IN_HAND, {"hold": 1}),
-    *(
-        Change(f"named, hold, {name}", IN_HAND, NAMED | {"hold": 1} | turns)
-        for name, turns in TURNS.items()
-    ),
-    Change(
-        "named, hold, later, turns 2, pin 8",
-        IN_HAND,
-        NAMED | {"hold": 1, "lazy": 2} | TURNS["turns 2, pin 8"],
-    ),
-    *(Change(f"named, chain {n}", OTHERS, NAMED | {"chain": n}) for n in (0, 1)),
+    Change("hold, turns 2, pin 8, seldom", ONE, {"hold": 1, "lazy": 1} | TURNS["turns 2, pin 8"]),
+    Change("named", TWO, {"named": 1}),
 )
 
 

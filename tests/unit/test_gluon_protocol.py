@@ -388,6 +388,34 @@ def test_a_half_that_is_not_released_is_a_deadlock(launcher, monkeypatch) -> Non
         run(launcher, arrays(BY_HALVES["full"]), replace(HALVES, schedule=0), 0, multiprocessors=2)
 
 
+TALL = Plan(block_q=128, block_k=192, stages=2, schedule=2)
+BY_TALL = {
+    **{name: case for name, case in CASES.items() if max(case.get("d", 64), case.get("e", 0)) in (64, 128)},
+    **{name: case for name, case in MORE.items() if max(case.get("d", 64), case.get("e", 0)) in (64, 128)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pingpong": 2, "lazy": 1, "pin": 8},
+        {"block_k": 160, "lazy": 2, "pin": 1, "named": 1, "block_q": 192},
+        {"block_k": 96, "pingpong": 1, "pin": 2, "stages": 3, "schedule": 1, "hold": 1},
+    ],
+    ids=["128+64", "128+32", "64+32"],
+)
+@pytest.mark.parametrize("case", BY_TALL.values(), ids=BY_TALL)
+def test_blocks_of_two_powers_of_two(launcher, case, more) -> None:
+    """A block's two tiles of keys meet in one softmax."""
+    x = arrays(case)
+    compare(x, run(launcher, x, replace(TALL, **more), 0, multiprocessors=2))
+
+
+def test_blocks_of_two_powers_of_two_of_packed_sequences(launcher) -> None:
+    x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
+    compare(x, run(launcher, x, TALL, 0))
+
+
 @pytest.mark.parametrize("keys", [64, 640, 650])
 def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, rotate=1)
@@ -406,7 +434,7 @@ TOPS = {
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    "plan", [HALVES, *list(PLANS.values())[3:8:3]], ids=["halves", "one", "chained"]
+    "plan", [HALVES, TALL, *list(PLANS.values())[3:8:3]], ids=["halves", "tall", "one", "chained"]
 )
 @pytest.mark.parametrize("case", [*TOPS.values(), None], ids=[*TOPS, "packed"])
 def test_largest_scores(launcher, monkeypatch, case, plan, splits) -> None:
@@ -456,6 +484,7 @@ HOLDING = {
     "128": PLANS["dynamic-128x128-2-turns"],
     "192": PLANS["static-192x128-4-free-named"],
     "lazy": Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1),
+    "tall": Plan(block_q=128, block_k=192, warps=4, stages=2, schedule=2, lazy=1),
 }
 
 

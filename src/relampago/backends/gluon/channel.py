@@ -2,7 +2,7 @@
 
 A ring has STAGES tiles and two mbarriers for each: `full`, which the copy engine completes when the bytes have come,
 and `empty`, at which every reader arrives when it is done. A dim that is no power of two is cut in two tiles, `tiles`
-and `rest`, which share the barriers. The n-th use of a tile completes each barrier's n-th phase;
+and `rest`, which share the barriers; so are rows. The n-th use of a tile completes each barrier's n-th phase;
 who waits names the parity of the phase. A fresh barrier counts as being in phase 0 with phase "-1" complete, so that a
 producer that starts with parity 1 passes its first waits on `empty`.
 
@@ -30,7 +30,7 @@ class Channel:
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    rest: gl.shared_memory_descriptor  # the last columns; `tiles` itself if these hold all
+    rest: gl.shared_memory_descriptor  # the last columns or rows; `tiles` itself if these hold all
     named: gl.constexpr  # the first of the named barriers that `empty` stands back for, or 0
     threads: gl.constexpr  # that meet there
 
@@ -84,7 +84,7 @@ def tiles_of(desc, STAGES: gl.constexpr):
 def channel(
     desc, STAGES: gl.constexpr, READERS: gl.constexpr, rest=None, NAMED: gl.constexpr = 0
 ):  # fmt: skip
-    """A ring of tiles that a descriptor loads, or two: `rest` loads the last columns. READERS: warpgroups."""
+    """A ring of tiles that a descriptor loads, or two: `rest` loads the last columns or rows. READERS: warpgroups."""
     tiles = tiles_of(desc, STAGES)
     more = tiles
     if rest is not None:
@@ -126,7 +126,10 @@ def send(ring, desc, stage, phase, at, row, head, PACKED: gl.constexpr, rest=Non
     else:
         mbarrier.expect(bar, desc.block_type.nbytes + rest.block_type.nbytes)
         load(desc, at, row, head, 0, bar, ring.tiles.index(stage), PACKED)
-        load(rest, at, row, head, desc.block_shape[-1], bar, ring.rest.index(stage), PACKED)
+        if rest.block_shape[-3] < desc.block_shape[-3]:  # the last rows
+            load(rest, at, row + desc.block_shape[-3], head, 0, bar, ring.rest.index(stage), PACKED)
+        else:
+            load(rest, at, row, head, desc.block_shape[-1], bar, ring.rest.index(stage), PACKED)
 
 
 @gluon.jit
@@ -148,7 +151,7 @@ def receive(ring, stage, phase, ROWS: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def rest_of(ring, stage, ROWS: gl.constexpr, DIM: gl.constexpr):
-    """Consumer: the last columns of a tile that has been received, [ROWS, DIM]."""
+    """Consumer: the last columns or rows of a tile that has been received, [ROWS, DIM]."""
     return ring.rest.index(stage).reshape([ROWS, DIM])
 
 

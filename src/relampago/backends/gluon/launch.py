@@ -16,11 +16,13 @@ from relampago.backends.gluon.boxes import (
     Box,
     addressable,
     cut,
+    cut_keys,
     dense_box,
     descriptor,
     packed_box,
     padded,
     steps_fit,
+    two_parts,
 )
 from relampago.backends.gluon.combine import LINES, combine
 from relampago.backends.gluon.counter import counter
@@ -99,7 +101,7 @@ class Setting(NamedTuple):
 
     grid: int
     schedule: int
-    boxes: tuple[Box | None, ...]  # of q, k, v and out, each in two parts
+    boxes: tuple[Box | None, ...]  # of q, k, v and out, each in one part or two
     size: Size
     sides: Sides
     cap: float | None
@@ -221,16 +223,17 @@ def setting_of(
     whole = not is_split and not wide
     queue = chained(plan, *parts) if whole else 0
     widths_out = (0, 0) if not whole else (e // 2, 0) if queue == 1 else (e, e2)
+    keys = cut_keys(plan.block_k)
     sides = (
-        (shape_q, strides_q, ROWS // pack, (d, d2), pack), (shape_k, strides_k, plan.block_k, (d, d2), 1),
-        (shape_v, strides_v, plan.block_k // 2 if plan.halves else plan.block_k, (e, e2), 1),
-        (shape_out, strides_out, ROWS // pack, widths_out, pack),
+        (shape_q, strides_q, (ROWS // pack, 0), (d, d2), pack), (shape_k, strides_k, keys, (d, d2), 1),
+        (shape_v, strides_v, (plan.block_k // 2, 0) if plan.halves else keys, (e, e2), 1),
+        (shape_out, strides_out, (ROWS // pack, 0), widths_out, pack),
     )  # fmt: skip
     view = packed_box if kind.packed else dense_box
     boxes = tuple(
         view(shape, strides, rows, width, dtype, heads) if width else None
-        for shape, strides, rows, widths, heads in sides
-        for width in widths
+        for shape, strides, rows_cut, widths, heads in sides
+        for rows, width in two_parts(rows_cut, widths)
     )
     consumers = plan.block_q // ROWS
     masks = masks_of(len_q, len_k, kind, plan, pack, is_split)

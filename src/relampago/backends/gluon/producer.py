@@ -39,9 +39,9 @@ def block_at(j, tile, BK: gl.constexpr, ROTATE: gl.constexpr):
 
 @gluon.jit
 def send_values(
-    values, v_desc, stage, phase, at, k0, g, BK: gl.constexpr, PACKED: gl.constexpr, v_rest
+    values, v_desc, stage, phase, at, k0, g, KEYS: gl.constexpr, PACKED: gl.constexpr, v_rest
 ):  # fmt: skip
-    """Values of a block of keys, in one tile or two; and the next place in the ring.
+    """Values of a block of keys, whose tile has KEYS, in one tile or two; and the next place in the ring.
 
     Those of FP8 lie transposed, (B or 1, G, E, columns): see `quant.columns`.
     """
@@ -49,7 +49,7 @@ def send_values(
     if v_desc.block_shape[-2] == 1:
         send(values, v_desc, stage, phase, at, k0, g, PACKED, v_rest)
         HALF: gl.constexpr = v_desc.block_shape[-3]
-        if HALF < BK:
+        if HALF < KEYS:
             stage, phase = advance(stage, phase, SLOTS_V)
             send(values, v_desc, stage, phase, at, k0 + HALF, g, PACKED, v_rest)
     else:
@@ -73,6 +73,7 @@ def send_rows(
 ):  # fmt: skip
     """All loads of a tile, and which is the next."""
     PART: gl.constexpr = ROWS // PACK
+    KEYS: gl.constexpr = k_desc.block_shape[-3]
     g = tile.head // size.group
     row = first_row(tile.row_tile, size, WGS * PART)
     if SCHEDULE == DYNAMIC:
@@ -97,10 +98,10 @@ def send_rows(
         send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         stage_v, phase_v = send_values(
-            values, v_desc, stage_v, phase_v, tile.k, v0, g, BK, PACKED, v_rest
+            values, v_desc, stage_v, phase_v, tile.k, v0, g, KEYS, PACKED, v_rest
         )  # fmt: skip
     stage_v, phase_v = send_values(
-        values, v_desc, stage_v, phase_v, tile.k, k0, g, BK, PACKED, v_rest
+        values, v_desc, stage_v, phase_v, tile.k, k0, g, KEYS, PACKED, v_rest
     )
     return following, stage_k, phase_k, stage_v, phase_v
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from relampago.backends.gluon.boxes import cut_keys
 from relampago.backends.gluon.schedule import blocks
 from relampago.masks.rules import key_range
 from relampago.plan import Plan
@@ -166,7 +167,7 @@ def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> int:
 
     With one, O's two halves go through the same room, one after the other.
     """
-    if not plan.chain or plan.halves:
+    if not plan.chain or plan.halves or cut_keys(plan.block_k)[1]:
         return 0
     width, width_v = sum(cut), sum(cut_v)
     if room(plan, width, width_v, 2) <= SHARED:

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_wait,
 )
 
 from relampago.backends.gluon import schedule
@@ -38,10 +37,15 @@ from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.sm90_chain import consume_chained
 from relampago.backends.gluon.sm90_results import place_of, raise_top, store_tile
 from relampago.backends.gluon.sm90_step import (
+    all_capped,
+    all_hidden,
+    await_scores,
     give_turn,
     in_hand,
+    more_scores,
     next_values,
     opened,
+    operands,
     release_values,
     scaled,
     scores,
@@ -54,11 +58,9 @@ from relampago.backends.gluon.sm90_step import (
 from relampago.backends.gluon.softmax import (
     LATER,
     LOG2E,
-    capped,
     exp2,
     finish,
     finite,
-    hide,
     row_max,
 )
 from relampago.backends.gluon.tiles import (
@@ -173,7 +175,9 @@ def consume_apart(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
-    S_L: gl.constexpr = accumulator(BK)
+    KEYS: gl.constexpr = keys.tiles.shape[-3]
+    BK2: gl.constexpr = BK - KEYS
+    S_L: gl.constexpr = accumulator(KEYS)
     O1: gl.constexpr = accumulator(E)
     O2: gl.constexpr = accumulator(E2 if E2 > 0 else E)
     P1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O1, k_width=2)
@@ -209,24 +213,25 @@ def consume_apart(
             )
 
         # the first block: S and its softmax, with nothing to overlap but the other warpgroups
-        k = receive(keys, stage_k, phase_k, BK, D)
-        s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        k = receive(keys, stage_k, phase_k, KEYS, D)
+        s = scores(q1, q2, keys, stage_k, k, KEYS, D2, S_L)
+        s2 = more_scores(q1, keys, stage_k, BK2, D)
+        s, s2 = await_scores(s, s2, 0, BK2)
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        s = capped(s, extra.cap)
+        s, s2 = all_capped(s, s2, extra.cap, BK2)
         if PEELED:
-            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
-        m = row_max(s, R_L)
+            s, s2 = all_hidden(s, s2, k0, seen, band, ENDS, TABLES, BK2)
+        m = row_max(s, R_L, s2 if BK2 > 0 else None)
         if extra.before is not None:
             m = gl.maximum(m, m0)
-        p, l = opened(s, m, factor)
+        p, p2, l = opened(s, s2, m, factor, BK2)
         if extra.before is not None:
             alpha = exp2((m0 - finite(m)) * factor)
             share = gl.convert_layout(alpha / l.shape[1], gl.SliceLayout(1, l.type.layout))
             l += gl.expand_dims(share, 1)
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
-        p16 = gl.convert_layout(p.to(DT), P1, assert_trivial=True)
+        p16, rest16 = operands(p, p2, DT, P1, BK2)
         alpha = gl.full([ROWS], 1.0, gl.float32, R_L)
 
         # one loop, the mask under a branch that a whole warpgroup takes: two successive loops would make LLVM carry
@@ -234,14 +239,16 @@ def consume_apart(
         for _ in range(tile.count - 1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
-                q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
-                masked, seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
+            acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
+                q1, q2, keys, values, acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
+                masked, seen, band, extra.cap, factor, WG, WGS, BK, BK2, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
         if LAZY == LATER:
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
-        acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
+        acc1, acc2 = weigh_next(
+            p16, rest16, values, stage_v, phase_v, acc1, acc2, BK, BK2, E, E2, S_L, P1, P2
+        )  # fmt: skip
         if not SHARE and not HOLD:
             mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L)
@@ -250,8 +257,8 @@ def consume_apart(
             raise_top(extra.top, m, tile, heads, seen.rows, size, factor, PACK)
         inverse, rows_lse = finish(m, total, factor, extra.sinks, heads)
         acc1, acc2 = settle(acc1, acc2, E2)
-        release_values(values, stage_v, phase_v, BK)
-        stage_v, phase_v = next_values(values, stage_v, phase_v, BK)
+        release_values(values, stage_v, phase_v, KEYS)
+        stage_v, phase_v = next_values(values, stage_v, phase_v, KEYS)
 
         acc1, acc2 = scaled(acc1, acc2, inverse, E2)
         inside = seen.rows < tile.q.length
@@ -335,7 +342,9 @@ def attend(
     queries = channel(q_desc, queue * WGS, 1, q_rest)
     keys = channel(k_desc, STAGES, WGS, k_rest, RINGS if NAMED else 0)
     # by halves of a block there is a tile more, so that half of the next block's values come early
-    SLOTS_V: gl.constexpr = STAGES + 1 if v_desc.block_shape[-3] < BK else STAGES
+    SLOTS_V: gl.constexpr = (
+        STAGES + 1 if v_desc.block_shape[-3] < k_desc.block_shape[-3] else STAGES
+    )
     values = channel(v_desc, SLOTS_V, WGS, v_rest, RINGS + STAGES if NAMED else 0)
     results = queries
     WIDE: gl.constexpr = extra.wide is not None
