@@ -46,11 +46,6 @@ variant("d128-f3n", 128, P(64, 128, 2, fused=1, ahead=3, pingpong=1))
 variant("d128-f0-drawn", 128, P(64, 128, 2, fused=1, schedule=2))
 variant("d128-f2n-drawn", 128, P(64, 128, 2, fused=1, ahead=2, pingpong=1, schedule=2))
 variant("d128-f3n-drawn", 128, P(64, 128, 2, fused=1, ahead=3, pingpong=1, schedule=2))
-variant("d128-f3n-named", 128, P(64, 128, 2, fused=1, ahead=3, pingpong=1, named=1))
-variant(
-    "d128-f3n-drawn-named", 128, P(64, 128, 2, fused=1, ahead=3, pingpong=1, schedule=2, named=1)
-)
-variant("d128-f0-drawn-named", 128, P(64, 128, 2, fused=1, schedule=2, named=1))
 variant("d128-f0n-s3", 128, P(64, 128, 3, fused=1, pingpong=1))
 variant("d128-apart0", 128, P(64, 128, 2), det=True)
 variant("d128-apart1p", 128, P(64, 128, 3, ahead=1), P(128, 64, 4, pin=1), det=True)
@@ -60,11 +55,6 @@ variant("d64-q64-f0n", 64, P(64, 128, 4, fused=1, pingpong=1))
 variant("d64-q64-f2", 64, P(64, 128, 4, fused=1, ahead=2))
 variant("d64-q64-f2n", 64, P(64, 128, 4, fused=1, ahead=2, pingpong=1))
 variant("d64-q64-f2n-drawn", 64, P(64, 128, 4, fused=1, ahead=2, pingpong=1, schedule=2))
-variant(
-    "d64-q64-f2n-drawn-s3-named",
-    64,
-    P(64, 128, 3, fused=1, ahead=2, pingpong=1, schedule=2, named=1),
-)
 variant("d64-q128-f0n", 64, P(128, 128, 2, fused=1, pingpong=1))
 variant("d64-q128-f2", 64, P(128, 128, 2, fused=1, ahead=2))
 variant("d64-q128-f2n", 64, P(128, 128, 2, fused=1, ahead=2, pingpong=1))

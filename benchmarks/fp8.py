@@ -61,16 +61,14 @@ def _plan(rows: int, keys: int, stages: int, promote: int, **more: int) -> Plan:
 
 VARIANTS: dict[int, dict[str, Plan]] = {
     128: {
-        f"promoted, turns {turns}, pin {pin}, named {named}": _plan(
-            128, 128, 4, 1, pingpong=turns, chain=1, pin=pin, named=named
+        f"promoted, turns {turns}, pin {pin}": _plan(
+            128, 128, 4, 1, pingpong=turns, chain=1, pin=pin
         )
-        for turns, pin, named in ((2, 8, 0), (2, 8, 1), (1, 8, 1), (0, 0, 1), (2, 1, 1))
+        for turns, pin in ((2, 8), (1, 8), (2, 1))
     },
     256: {
-        f"turns {turns}, pin {pin}, named {named}": _plan(
-            128, 128, 2, 0, pingpong=turns, pin=pin, named=named
-        )
-        for turns, pin, named in ((2, 1, 0), (2, 1, 1), (2, 8, 1), (1, 1, 1), (0, 0, 1))
+        f"turns {turns}, pin {pin}": _plan(128, 128, 2, 0, pingpong=turns, pin=pin)
+        for turns, pin in ((2, 1), (2, 8), (1, 1), (0, 0))
     },
 }
 

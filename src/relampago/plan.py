@@ -24,7 +24,8 @@ class Plan:
 
     Args:
         block_q: rows of a query tile.
-        block_k: keys of a key tile.
+        block_k: keys of a key tile; 160 and 192 run as two tiles, of 128 and what is left (gluon's forward; not with
+            head dims that are cut in two themselves, nor with chain, which they take precedence over).
         warps: warps of a block (GPU).
         stages: depth of the software pipeline (GPU).
         tma: 1 to load tiles by TMA where they lie dense (sm90 and newer), 2 to add up dQ by it too.
@@ -47,8 +48,8 @@ class Plan:
         halves: 1 if values come in tiles of half a block's keys, of which there is one more than `stages` (gluon; not
             with chain, which it takes precedence over).
         hold: 1 if queries stay in registers while keys go by (gluon).
-        named: 1 if tiles of keys and values are freed at named barriers, of which eight are left for them (gluon; see
-            named.py).
+        named: 1 if tiles of keys and values are freed at named barriers, of which eight are left for them (gluon's
+            forward; see named.py).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 

@@ -24,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.rows import SPILLS
 from crosscompile.sample import pinned
-from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED, SPARED, meetings
+from crosscompile.test_gluon import NEWEST_SPILLS, OLD, SHARED
 
 from relampago.backends.gluon import fp8_launch, launch
 from relampago.backends.triton import Triton, decode, forward
@@ -104,18 +104,6 @@ def test_tiles_that_follow_without_a_gap(monkeypatch, band) -> None:
     check(built, plan, 128)
     for body in loops(disassembled(built)):
         assert not OLD or not any("LDL" in line or "STL" in line for line in body)
-
-
-@pytest.mark.parametrize(("which", "band"), [pinned(0, "full"), (1, "causal"), pinned(2, "full")])
-def test_named_barriers_spare_meetings(monkeypatch, which, band) -> None:
-    plan = TABLE[which].plan
-    dim = dict(TABLE[which].when).get("dim_max", 256)
-    before, after = (
-        build(monkeypatch, replace(plan, named=named), arrays(dim, band=band)) for named in (0, 1)
-    )
-    check(after, plan, dim)
-    for old, new in zip(*(loops(disassembled(one)) for one in (before, after)), strict=True):
-        assert meetings(new) <= meetings(old) - SPARED
 
 
 @pytest.mark.parametrize("form", ["packed", "split", "tables"])

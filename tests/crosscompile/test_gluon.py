@@ -293,6 +293,29 @@ def test_values_by_halves(monkeypatch, mask, more) -> None:
     check(build(monkeypatch, plan, arrays(row, mask)), plan, outside=of_mask(plan, mask))
 
 
+TALL_SPILLS = 160  # before the loops, where the first block's scores make way for the next ones
+
+
+@pytest.mark.parametrize(
+    ("mask", "more"),
+    [
+        pinned("full", {"pingpong": 1}),
+        ("ragged", {"pingpong": 2, "pin": 8, "lazy": 1}),
+        ("window", {"lazy": 2, "named": 1}),
+        pinned("causal", {"block_k": 160, "pin": 1}),
+    ],
+)
+def test_blocks_of_two_powers_of_two(monkeypatch, mask, more) -> None:
+    """192 keys at d 128: S, O and P in registers, and no spill in the loop."""
+    row = next(r for r in TABLE if dims(r) == (128, 128) and reaches(r, mask))
+    plan = replace(row.plan, block_k=192, stages=2, chain=0, pingpong=0, pin=0, lazy=0)
+    plan = replace(plan, **more)
+    built = build(monkeypatch, plan, arrays(row, mask))
+    check(built, plan, outside=TALL_SPILLS)
+    for body in main_loops(disassembled(built)):
+        assert len(body) < 3.6 * plan.block_k or mask in ("window", "causal")
+
+
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:
     """What the table has for a call."""
     p = Problem(

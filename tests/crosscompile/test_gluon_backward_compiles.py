@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from crosscompile.offline import Built, Recorder, assembler_says, disassembled, innermost
 from crosscompile.sample import first_of_each, pinned, spared
-from crosscompile.test_gluon import OLD, SHARED, SPARED, dims, meetings
+from crosscompile.test_gluon import OLD, SHARED, dims
 
 from relampago.backends.gluon import backward_launch
 
@@ -124,18 +124,6 @@ def test_rows_compile(monkeypatch, row) -> None:
         )
         assert added
         assert all("v4" in one for one in added)
-
-
-@pytest.mark.parametrize("which", [pinned(1), 2, pinned(4)])
-def test_named_barriers_spare_meetings(monkeypatch, which) -> None:
-    """Two of the four of a block of rows, where Q's and dO's tiles are freed as one."""
-    row = KEYS[which]
-    joined = replace(row, plan=replace(row.plan, named=1))
-    before, after = (build(monkeypatch, r, reached(row)) for r in (row, joined))
-    check(after, joined, DRAWN)
-    bodies = (loops(disassembled(built["by_keys"])) for built in (before, after))
-    for old, new in zip(*bodies, strict=True):
-        assert meetings(new) <= meetings(old) - SPARED
 
 
 @pytest.mark.parametrize("which", [pinned(1), 2, pinned(3)])

@@ -52,14 +52,12 @@ def plan(block_q: int, block_k: int, stages: int = 2, **more: int) -> Plan:
 
 
 KEYS = {
-    f"{rows}-{'fused' if fused else 'apart'}-{ahead}-{'named' if named else 'met'}"
-    f"{'-drawn' if drawn else ''}{'-joined' if joined else ''}": plan(
-        rows, 128, fused=fused, ahead=ahead, pingpong=named, schedule=2 if drawn else 0, named=joined
+    f"{rows}-{'fused' if fused else 'apart'}-{ahead}-{'named' if named else 'met'}{'-drawn' if drawn else ''}": plan(
+        rows, 128, fused=fused, ahead=ahead, pingpong=named, schedule=2 if drawn else 0
     )
-    for rows, fused, ahead, named, drawn, joined in (
-        (64, 1, 0, 0, 0, 0), (64, 1, 1, 0, 0, 1), (64, 1, 2, 0, 0, 0), (64, 1, 3, 1, 0, 0), (64, 1, 0, 1, 0, 1),
-        (128, 1, 2, 1, 0, 0), (64, 0, 3, 0, 0, 1), (64, 1, 0, 0, 1, 0), (64, 1, 3, 1, 1, 1), (128, 1, 2, 0, 1, 0),
-        (64, 0, 3, 0, 1, 0),
+    for rows, fused, ahead, named, drawn in (
+        (64, 1, 0, 0, 0), (64, 1, 1, 0, 0), (64, 1, 2, 0, 0), (64, 1, 3, 1, 0), (64, 1, 0, 1, 0), (128, 1, 2, 1, 0),
+        (64, 0, 3, 0, 0), (64, 1, 0, 0, 1), (64, 1, 3, 1, 1), (128, 1, 2, 0, 1), (64, 0, 3, 0, 1),
     )
 }  # fmt: skip
 TWINS = {"twins": plan(64, 64)}
@@ -167,13 +165,7 @@ def test_tiles_drawn_from_a_counter(launcher, monkeypatch, name, tiles) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "64-fused-2-met",
-        "128-fused-2-named",
-        "64-apart-3-met-joined",
-        "64-fused-3-named-drawn-joined",
-        "twins",
-    ],
+    ["64-fused-2-met", "128-fused-2-named", "64-apart-3-met", "64-fused-3-named-drawn", "twins"],
 )
 def test_results_in_half_precision_leave_by_tma(launcher, name) -> None:
     for case in ("causal-unaligned", "dims", "odd-dim"):
@@ -204,9 +196,7 @@ def longer(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "name", ["64-fused-2-met", "128-fused-2-named", "64-apart-3-met-joined", "twins"]
-)
+@pytest.mark.parametrize("name", ["64-fused-2-met", "128-fused-2-named", "64-apart-3-met", "twins"])
 def test_added_to_what_is_there(launcher, name, deterministic) -> None:
     """And delta is known; what lies around the three gradients stays."""
     for case in ("causal-unaligned", "dims", "window"):

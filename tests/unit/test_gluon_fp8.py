@@ -139,13 +139,13 @@ CASES = {
     "heads-packed": {"lq": 20, "lk": 300, "h": 8, "g": 2, "causal": True},
 }  # fmt: skip
 PLANS = {
-    "grid-128x128-whole": Plan(block_q=128, block_k=128, stages=2, promote=1, pingpong=1, pin=1, named=1),
+    "grid-128x128-whole": Plan(block_q=128, block_k=128, stages=2, promote=1, pingpong=1, pin=1),
     "static-192x64-whole": Plan(block_q=192, block_k=64, stages=4, schedule=1, promote=1),
     "dynamic-128x64-quarters": Plan(block_q=128, block_k=64, stages=2, schedule=2, promote=4),
     "dynamic-128x128-halves": Plan(block_q=128, block_k=128, stages=1, schedule=2, promote=2, pingpong=1),
     "dynamic-128x128-cores": Plan(block_q=128, block_k=128, stages=2, schedule=2),
     "dynamic-128x128-chained": Plan(block_q=128, block_k=128, stages=2, schedule=2, promote=1, pin=1, chain=1),
-    "static-192x64-chained": Plan(block_q=192, block_k=64, stages=2, schedule=1, pingpong=1, chain=1, named=1),
+    "static-192x64-chained": Plan(block_q=192, block_k=64, stages=2, schedule=1, pingpong=1, chain=1),
 }  # fmt: skip
 PAIRS = [
     pytest.param(case, plan, id=f"{name}-{which}")

@@ -21,7 +21,7 @@ from relampago.backends.gluon.boxes import (
 )
 from relampago.backends.gluon.counter import counter
 from relampago.backends.gluon.launch import LOG2E, launch, positive, softcap_of, tables_of
-from relampago.backends.gluon.sizes import JOINED, L2_BYTES, ROWS, SHARED, Sides
+from relampago.backends.gluon.sizes import L2_BYTES, ROWS, SHARED, Sides
 from relampago.backends.gluon.sm90_backward import by_keys
 from relampago.backends.gluon.sm90_gradients import Size
 from relampago.backends.gluon.sm90_queries import by_queries
@@ -268,8 +268,7 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
             by_keys, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts, sums,
             counter(work.q.device) if drawn else work.top, work.factor, work.scale, *size, *work.sides, work.extra,
             plan.block_q, width, width_v, plan.stages, tiles_of_keys(plan, width, width_v, sums is not None),
-            plan.schedule, sums is not None, plan.ahead, bool(plan.pingpong),
-            bool(plan.named) and plan.stages <= JOINED, *masks, *REGISTERS,
+            plan.schedule, sums is not None, plan.ahead, bool(plan.pingpong), *masks, *REGISTERS,
         )  # fmt: skip
     return _narrowed(dk, x.k), _narrowed(dv, x.v)
 

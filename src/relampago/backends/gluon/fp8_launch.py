@@ -28,7 +28,6 @@ from relampago.backends.gluon.sizes import (
     SHARED,
     Kind,
     Sides,
-    is_named,
     masks_of,
     pack_of,
     size_of,
@@ -125,7 +124,7 @@ def setting_of(
     chained = bool(plan.chain) and not is_split and room(plan, d, e) <= SHARED
     constants = (
         consumers, plan.block_k, d, e, pack, plan.stages, by, *masks, plan.pingpong, plan.pin,
-        is_split, plan.promote, chained, is_named(plan), *host.REGISTERS[consumers],
+        is_split, plan.promote, chained, *host.REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, multiprocessors)
     return host.Setting(

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from relampago.backends.gluon.sizes import NAMED
 
-TURNS = gl.constexpr(5)  # three that order the warpgroups, or for the backward's tiles of Q and dO
+TURNS = gl.constexpr(5)  # three that order the warpgroups
 RINGS = gl.constexpr(16 - NAMED)  # for tiles of rings, or where the backward's warpgroups meet
 PAIR = gl.constexpr(256)  # threads of two warpgroups
 

@@ -16,7 +16,6 @@ WORTH = 0.9  # of the filled share of tiles: from here on packing heads gains to
 MOST_SPLITS = 64
 START = 1.5  # what a tile costs besides its blocks of keys, in the time of one
 NAMED = 8  # barriers for tiles of rings: see `named`
-JOINED = 3  # and for those of the backward's Q and dO
 COMBINE = 3.0  # what the second kernel costs, likewise
 
 

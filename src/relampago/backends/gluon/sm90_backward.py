@@ -30,15 +30,13 @@ from relampago.backends.gluon.channel import (
     Channel,
     barriers,
     channel,
-    collect,
-    offer,
     receive,
     release,
     ring,
     send,
 )
 from relampago.backends.gluon.held import as_held
-from relampago.backends.gluon.named import PAIR, RINGS, TURNS, arrive, sync
+from relampago.backends.gluon.named import PAIR, RINGS, arrive, sync
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
@@ -76,7 +74,6 @@ def send_tile(
 ):  # fmt: skip
     """A tile's keys and values once, then rows of every head of the group; and which tile is next."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    JOINED: gl.constexpr = queries.named > 0  # dO's tile is freed with Q's
     g, k0, q_at, k_at, _, first, n = key_tile(number, size, band, extra, BQ, 2 * ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
@@ -95,9 +92,7 @@ def send_tile(
         if i == 0:
             send(values, v_desc, place, free, k_at, k0, g, PACKED)
             send(values, v_desc, place + 1, free, k_at, k0 + ROWS, g, PACKED)
-        send_rows(
-            douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED, JOINED
-        )
+        send_rows(douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED)
         stage, phase = advance(stage, phase, STAGES)
         block, head = next_rows(block, head, first, n, begin)
     return following, stage, phase
@@ -125,7 +120,6 @@ def produce(
             number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc,
             v_desc, top_desc, delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE,
         )  # fmt: skip
-    collect(queries)
 
 
 @gluon.jit
@@ -202,7 +196,6 @@ def take_tile(
 ):  # fmt: skip
     """One warpgroup: dK and dV of 64 keys, half of every block's dQ. done: blocks of rows of the tiles before."""
     DT: gl.constexpr = keys.tiles.dtype
-    JOINED: gl.constexpr = queries.named > 0
     PACKED: gl.constexpr = extra.cu_q is not None
     EARLY: gl.constexpr = AHEAD % 2 == 1
     LATE: gl.constexpr = AHEAD >= 2
@@ -297,8 +290,7 @@ def take_tile(
             else:
                 dv, dk = warpgroup_mma_wait(num_outstanding=2, deps=(dv, dk))
             release(queries, stage_q)
-            if not JOINED:
-                release(douts, stage_q)
+            release(douts, stage_q)
             dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
             if LATE:
                 add_dq(sums, dq, last_row, WG, BQ, D, False)
@@ -310,8 +302,7 @@ def take_tile(
             else:
                 dv, dk = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk))
             release(queries, stage_q)
-            if not JOINED:
-                release(douts, stage_q)
+            release(douts, stage_q)
         last_row = row
         block, head = next_rows(block, head, first, n, begin)
     if FUSED and LATE:
@@ -341,7 +332,6 @@ def consume(
     ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile of this block of threads."""
-    offer(queries)
     stage, phase, turn, done = 0, 0, 0, 0
     if SCHEDULE == DYNAMIC:
         number = tile_of(turn, size, slots, SCHEDULE)
@@ -370,15 +360,15 @@ def by_keys(
     offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, SCHEDULE: gl.constexpr, FUSED: gl.constexpr,
-    AHEAD: gl.constexpr, NAMED: gl.constexpr, JOINED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+    AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ. JOINED: tiles of Q and dO are freed as one."""
+    """dK and dV of 128 keys of a kv head; FUSED: also their part of dQ."""
     size = Size(
         len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride
     )
     band = Sides(offset, left, right, prefix)
-    queries = channel(q_desc, STAGES, 2, None, TURNS if JOINED else 0)
+    queries = channel(q_desc, STAGES, 2)
     douts = channel(do_desc, STAGES, 2)
     keys = channel(k_desc, 2 * TILES, 1)
     values = channel(v_desc, 2 * TILES, 1)

@@ -25,12 +25,10 @@ from relampago.backends.gluon.channel import (
     Channel,
     barriers,
     channel,
-    offer,
     receive,
     release,
     tiles_of,
 )
-from relampago.backends.gluon.named import RINGS
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.sm90_forward import store_part
@@ -185,8 +183,6 @@ def consume(
     SPLIT: gl.constexpr, PARTS: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
-    offer(keys)
-    offer(values)
     if CHAIN:
         consume_chained(
             queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, scales, WG, WGS, BK, D, E,
@@ -209,7 +205,7 @@ def attend_fp8(
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
-    PARTS: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, CHAIN: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them. See `sm90_forward.attend`."""
@@ -220,8 +216,8 @@ def attend_fp8(
     scales = Scales(q_scale, k_scale, v_scale, blocks_q, blocks_k, blocks_v)
     queue: gl.constexpr = 2 if CHAIN else 1  # tiles of queries
     queries = channel(q_desc, queue * WGS, 1)
-    keys = channel(k_desc, STAGES, WGS, None, RINGS if NAMED else 0)
-    values = channel(v_desc, STAGES, WGS, None, RINGS + STAGES if NAMED else 0)
+    keys = channel(k_desc, STAGES, WGS)
+    values = channel(v_desc, STAGES, WGS)
     results = queries
     if not SPLIT:
         results = Channel(

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.channel import Rows, await_free, load, store
+from relampago.backends.gluon.channel import Rows, load, store
 from relampago.backends.gluon.sm90_tables import keys_of, rows_of, runs_of, shared_by
 from relampago.backends.gluon.softmax import visible
 from relampago.backends.gluon.tiles import place, span, visited
@@ -124,12 +124,11 @@ def next_rows(block, head, first, n, begin):
 
 @gluon.jit
 def send_rows(
-    ring, facts, desc, facts_desc, stage, phase, at, row, head, base, PACKED: gl.constexpr, FREE: gl.constexpr = False
-):  # fmt: skip
-    """Producer: a block of Q or dO and what goes with each of its rows, on one barrier. FREE: its place is, surely."""
+    ring, facts, desc, facts_desc, stage, phase, at, row, head, base, PACKED: gl.constexpr
+):
+    """Producer: a block of Q or dO and what goes with each of its rows, on one barrier."""
     full = ring.full.index(stage)
-    if not FREE:
-        await_free(ring, stage, phase)
+    mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(full, desc.block_type.nbytes + facts_desc.block_type.nbytes)
     load(desc, at, row, head, 0, full, ring.tiles.index(stage), PACKED)
     tma_load(facts_desc, [0, base + row], full, facts.index(stage))

@@ -239,12 +239,14 @@ def softmax(
     alpha = exp2((m - shift) * factor)
     p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK - BK2]
     alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
-    l = pinned(l * gl.expand_dims(alpha4, 1), p, PIN)  # [64, 4]
+    l = pinned(l * gl.expand_dims(alpha4, 1), p, 0 if BK2 > 0 and PIN == 1 else PIN)  # [64, 4]
     p2 = s2
     if BK2 > 0:
         S2_L: gl.constexpr = s2.type.layout
         p2 = exp2(s2 * factor - by_row(shift * factor, S2_L))
         l = plus(l, p2)
+        if PIN == 1:
+            l = pin(l)
     return p, p2, m_new, l, alpha
 
 
