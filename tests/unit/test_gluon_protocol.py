@@ -19,6 +19,7 @@ from unit.pretended_machine import Deadlock
 from relampago.backends import gluon
 from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend, describe_rows
+from relampago.errors import InvalidInput
 from relampago.masks.rules import Band
 from relampago.masks.spec import Document, Extent, resolve
 from relampago.merge import merge
@@ -390,8 +391,8 @@ def test_a_half_that_is_not_released_is_a_deadlock(launcher, monkeypatch) -> Non
 
 TALL = Plan(block_q=128, block_k=192, stages=2, schedule=2)
 BY_TALL = {
-    **{name: case for name, case in CASES.items() if max(case.get("d", 64), case.get("e", 0)) in (64, 128)},
-    **{name: case for name, case in MORE.items() if max(case.get("d", 64), case.get("e", 0)) in (64, 128)},
+    **{name: case for name, case in CASES.items() if max(case.get("d", 64), case.get("dv", 0)) in (64, 128)},
+    **{name: case for name, case in MORE.items() if max(case.get("d", 64), case.get("dv", 0)) in (64, 128)},
 }  # fmt: skip
 
 
@@ -409,6 +410,14 @@ def test_blocks_of_two_powers_of_two(launcher, case, more) -> None:
     """A block's two tiles of keys meet in one softmax."""
     x = arrays(case)
     compare(x, run(launcher, x, replace(TALL, **more), 0, multiprocessors=2))
+
+
+@pytest.mark.parametrize("more", [{"d": 96}, {"dv": 192}, {"halves": 1}])
+def test_a_tile_is_cut_one_way(launcher, more) -> None:
+    plan = replace(TALL, halves=more.get("halves", 0))
+    x = arrays({"lq": 70, "lk": 200, **{n: size for n, size in more.items() if n != "halves"}})
+    with pytest.raises(InvalidInput, match="blocks of 192 keys"):
+        run(launcher, x, plan, 0)
 
 
 def test_blocks_of_two_powers_of_two_of_packed_sequences(launcher) -> None:

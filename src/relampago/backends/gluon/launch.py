@@ -40,6 +40,7 @@ from relampago.backends.gluon.sizes import (
     size_of,
 )
 from relampago.backends.gluon.sm90_forward import attend
+from relampago.errors import InvalidInput
 from relampago.mods import rule_of
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -224,6 +225,11 @@ def setting_of(
     queue = chained(plan, *parts) if whole else 0
     widths_out = (0, 0) if not whole else (e // 2, 0) if queue == 1 else (e, e2)
     keys = cut_keys(plan.block_k)
+    if keys[1] and (d2 or e2 or plan.halves):
+        raise InvalidInput(
+            f"plan: got blocks of {plan.block_k} keys with head dims {shape_q[-1]} and {shape_v[-1]}, halves "
+            f"{plan.halves}; expected a power of two, since a tile is cut one way"
+        )
     sides = (
         (shape_q, strides_q, (ROWS // pack, 0), (d, d2), pack), (shape_k, strides_k, keys, (d, d2), 1),
         (shape_v, strides_v, (plan.block_k // 2, 0) if plan.halves else keys, (e, e2), 1),

@@ -4,11 +4,11 @@ A block of threads is one producer warp, which loads tiles by TMA, and WGS consu
 queries, which multiply by WGMMA. While the tensor cores form Sⱼ = Q·Kⱼᵀ and then O += Pⱼ₋₁·Vⱼ₋₁, a warpgroup takes the
 softmax of Sⱼ under the second product. Keys are visited from the last block to the first.
 
-The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights,
-s scores. Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, D/E head dims of
-keys and values, padded by TMA's zero fill to a power of two or to two of them (D + D2, E + E2), PACK heads in a
-tile's rows. `size` and `band` are `sizes.Size` and `sizes.Sides`, `extra` is `launch.Extra`; what is None compiles to
-nothing.
+The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights, s
+scores. Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, BK2 of them in a
+second tile, D/E head dims of keys and values, padded by TMA's zero fill to a power of two or to two of them (D +
+D2, E + E2), PACK heads in a tile's rows. `size` and `band` are `sizes.Size` and `sizes.Sides`, `extra` is
+`launch.Extra`; what is None compiles to nothing.
 """
 
 from triton.experimental import gluon
