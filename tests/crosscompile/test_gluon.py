@@ -314,7 +314,8 @@ def test_blocks_of_two_powers_of_two(monkeypatch, mask, more) -> None:
     built = build(monkeypatch, plan, arrays(row, mask))
     check(built, plan, outside=TALL_SPILLS)
     for body in main_loops(disassembled(built)):
-        assert len(body) < 3.6 * plan.block_k or mask in ("window", "causal")
+        # 3.77 with blocks of 128; masks in the loop take more
+        assert len(body) < (3.5 if OLD else 3.6) * plan.block_k or mask in ("window", "causal")
 
 
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:
