@@ -59,6 +59,7 @@ def make_language() -> types.ModuleType:
     gl.NVMMASharedLayout.get_default_for = lambda block, dtype: None
     gl.num_warps = lambda: 4
     gl.static_range = range
+    gl.static_assert = _must
     gl.program_id = lambda axis: M.here.program
     gl.num_programs = lambda axis: M.here.programs
     gl.cast = lambda x, dtype: x
@@ -74,8 +75,7 @@ def make_language() -> types.ModuleType:
     gl.join = lambda x, y: Tensor(np.stack([x.a, y.a], axis=-1))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.where = lambda c, x, y: Tensor(np.where(raw(c), raw(x), raw(y)))
-    gl.maximum = lambda x, y: Tensor(np.fmax(raw(x), raw(y)))
-    gl.minimum = lambda x, y: Tensor(np.fmin(raw(x), raw(y)))
+    gl.maximum, gl.minimum = _most, _least
     gl.max = lambda x, axis: _scalar(np.fmax.reduce(x.a, axis=axis))
     gl.min = lambda x, axis: _scalar(np.fmin.reduce(x.a, axis=axis))
     gl.sum = lambda x, axis: Tensor(x.a.sum(axis))
@@ -88,6 +88,32 @@ def make_language() -> types.ModuleType:
     gl.store = _store
     gl.warp_specialize = _specialize
     return gl
+
+
+def _must(true: bool, why: str) -> None:
+    assert true, why
+
+
+def _most(x: Any, y: Any) -> Any:
+    """Of numbers, or of each place of a tile: Python's own would ask whether a tile is true."""
+    return Tensor(np.fmax(raw(x), raw(y))) if _tiles(x, y) else max(x, y)
+
+
+def _least(x: Any, y: Any) -> Any:
+    return Tensor(np.fmin(raw(x), raw(y))) if _tiles(x, y) else min(x, y)
+
+
+def _tiles(*these: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in these)
+
+
+def _jit(fn: Any = None, **_: Any) -> Any:
+    """fn, whose `max` and `min` are the language's; a function from outside of the kernels stays as it is there."""
+    if fn is None:
+        return _jit
+    names = fn.__globals__ if "gluon" in fn.__globals__ else dict(fn.__globals__)
+    names |= {"max": _most, "min": _least}
+    return types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
 def _scalar(a: Any) -> Any:
@@ -286,7 +312,7 @@ def make_hopper() -> types.ModuleType:
 def pretended() -> dict[str, Any]:
     """The modules that the backend imports from Triton."""
     gluon = types.ModuleType("gluon")
-    gluon.jit = lambda fn=None, **_: fn if fn is not None else (lambda f: f)
+    gluon.jit = _jit
     gluon.constexpr_function = gluon.aggregate = lambda x: x
     gluon.language = make_language()
     hopper = types.ModuleType("hopper")

@@ -148,7 +148,7 @@ def _operator(name: str) -> Any:
     return apply
 
 
-ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv mod lt le gt ge and or ne"
+ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv mod lt le gt ge and or xor lshift rshift ne"
 for _name in ARITHMETIC.split():
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 

@@ -304,7 +304,7 @@ def _by_queries(work: Work, plan: Plan, x: Arrays) -> Tensor:
         boxed(work.dout, ROWS, width_v), boxed(work.k, plan.block_k, width),
         boxed(work.v, plan.block_k, width_v), dq_desc, wide, work.top, work.delta, work.factor,
         x.scale, *size, *work.sides, work.extra, plan.block_k, width, width_v, plan.stages,
-        stages_of_values(plan, width, width_v), bool(plan.pin), *masks_of(work, plan.block_k),
+        stages_of_values(plan, width, width_v), bool(plan.pin), masks_of(work, plan.block_k)[0],
         *REGISTERS,
     )  # fmt: skip
     return _narrowed(dq, x.q)

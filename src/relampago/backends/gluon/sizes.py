@@ -51,7 +51,6 @@ class Masks(NamedTuple):
 
     peeled: bool  # the first block visited
     looped: bool  # the others
-    ends: bool  # whether a mask must look at the last key
 
 
 class Result(NamedTuple):
@@ -148,17 +147,15 @@ def masks_of(len_q: int, len_k: int, kind: Kind, plan: Plan, pack: int, split: b
     if right is not None and prefix is None:
         ends = ends and (offset + right > 0 if kind.packed else len_q - 1 + offset + right >= len_k)
     if kind.tables or split:  # a split without keys visits the block after the last
-        return Masks(
-            True, kind.tables or left is not None or right is not None or ends, split or ends
-        )
+        return Masks(True, kind.tables or left is not None or right is not None or ends)
     if left is None and right is None:
-        return Masks(ends, False, ends)
+        return Masks(ends, False)
     part = plan.block_q // pack
     # the last row of a tile is the last that sees a block
     ends_there = len_q % part == 0 and (offset + (right or 0)) % part == 0
     diagonal = ends_there and plan.block_k % part == 0
     simple = diagonal and not kind.packed and left is None and prefix is None
-    return Masks(True, not simple, ends)
+    return Masks(True, not simple)
 
 
 def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> int:

@@ -77,13 +77,14 @@ def queries_of(
 
 @gluon.jit
 def first_weights(
-    s, k0, seen, band, extra, factor, PEELED: gl.constexpr, ENDS: gl.constexpr, S_L: gl.constexpr
+    s, k0, seen, start, end, band, extra, factor, PEELED: gl.constexpr, S_L: gl.constexpr
 ):  # fmt: skip
     """(p, m, l) of a tile's first block."""
-    TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
     s = capped(s, extra.cap)
-    if PEELED:
-        s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
+    if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if (k0 < start) | (k0 + s.shape[1] > end):
+            s = hide(s, k0, seen, STARTS)
     m = row_max(s, gl.SliceLayout(1, S_L))
     p, _, l = opened(s, m, m, factor, 0)
     return p, m, l
@@ -110,7 +111,7 @@ def chain(
     number, queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
-    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
+    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
     QUEUE: gl.constexpr,
 ):  # fmt: skip
@@ -119,7 +120,7 @@ def chain(
     PART: gl.constexpr = ROWS // PACK
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
-    TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
     S_L: gl.constexpr = accumulator(BK)
     O1: gl.constexpr = accumulator(E)
     O2: gl.constexpr = accumulator(E2 if E2 > 0 else E)
@@ -140,7 +141,7 @@ def chain(
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     release(keys, stage_k)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-    p, m, l = first_weights(s, k0, seen, band, extra, factor, PEELED, ENDS, S_L)
+    p, m, l = first_weights(s, k0, seen, start, end, band, extra, factor, PEELED, S_L)
     p16 = gl.convert_layout(p.to(DT), P1, assert_trivial=True)
 
     while number >= 0:
@@ -165,8 +166,8 @@ def chain(
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, _, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
                 own1, own2, keys, values, acc1, acc2, p16, stage_k, m, l, alpha, stage_k, phase_k, stage_v, phase_v,
-                k0, masked, seen, band, extra.cap, factor, WG, WGS, BK, 0, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY, free, left == 1,
+                k0, masked, seen, extra.cap, factor, WG, WGS, BK, 0, D, D2, E, E2, STAGES, S_L, P1, P2,
+                LOOPED, STARTS, PINGPONG, PIN, LAZY, free, left == 1,
             )  # fmt: skip
         if not SHARE and not LATE and not HOLD:
             mbarrier.arrive(queries.empty.index(place), count=1)
@@ -205,7 +206,7 @@ def chain(
                 s = warpgroup_mma_wait(num_outstanding=2 if E2 > 0 else 1, deps=(s,))
             release(keys, stage_k)
             stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-            p, m, l = first_weights(s, k0, seen, band, extra, factor, PEELED, ENDS, S_L)
+            p, m, l = first_weights(s, k0, seen, start, end, band, extra, factor, PEELED, S_L)
             if not LATE:
                 if PIN:
                     l = pin(l)
@@ -236,7 +237,7 @@ def consume_chained(
     queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
-    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
+    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
     QUEUE: gl.constexpr,
 ):  # fmt: skip
@@ -247,7 +248,7 @@ def consume_chained(
     if number >= 0:  # short sequences may leave a block of threads without any
         chain(
             number, queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS,
-            BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD, SHARE, QUEUE,
+            BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD, SHARE, QUEUE,
         )  # fmt: skip
     if WG == 0:
         wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full

@@ -166,7 +166,7 @@ def consume_apart(
     queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
-    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
+    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -175,6 +175,7 @@ def consume_apart(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = TABLES or band.left is not None
     KEYS: gl.constexpr = keys.tiles.shape[-3]
     BK2: gl.constexpr = BK - KEYS
     S_L: gl.constexpr = accumulator(KEYS)
@@ -220,8 +221,9 @@ def consume_apart(
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         s, s2 = all_capped(s, s2, extra.cap, BK2)
-        if PEELED:
-            s, s2 = all_hidden(s, s2, k0, seen, band, ENDS, TABLES, BK2)
+        if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+            if (k0 < start) | (k0 + BK > end):
+                s, s2 = all_hidden(s, s2, k0, seen, STARTS, BK2)
         m = row_max(s, R_L, s2 if BK2 > 0 else None)
         if extra.before is not None:
             m = gl.maximum(m, m0)
@@ -241,8 +243,8 @@ def consume_apart(
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
                 q1, q2, keys, values, acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
-                masked, seen, band, extra.cap, factor, WG, WGS, BK, BK2, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, ENDS, TABLES, PINGPONG, PIN, LAZY,
+                masked, seen, extra.cap, factor, WG, WGS, BK, BK2, D, D2, E, E2, STAGES, S_L, P1, P2,
+                LOOPED, STARTS, PINGPONG, PIN, LAZY,
             )  # fmt: skip
         if LAZY == LATER:
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
@@ -292,7 +294,7 @@ def consume(
     queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
     E: gl.constexpr, E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr,
-    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr,
+    SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr,
     SPLIT: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
@@ -302,12 +304,12 @@ def consume(
     if CHAIN > 0:
         consume_chained(
             queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS, BK, D, D2,
-            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD, SHARE, CHAIN,
+            E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD, SHARE, CHAIN,
         )  # fmt: skip
     else:
         consume_apart(
             queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, WG, WGS, BK,
-            D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD, SHARE, SPLIT,
+            D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD, SHARE, SPLIT,
         )  # fmt: skip
 
 
@@ -321,17 +323,16 @@ def attend(
     offset, left, right, prefix, extra,
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr,
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
-    PEELED: gl.constexpr, LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr,
+    PEELED: gl.constexpr, LOOPED: gl.constexpr, PINGPONG: gl.constexpr,
     PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
     ROTATE: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
-    PEELED, LOOPED: whether the first block, and the others, may need a mask. ENDS: whether it must look at the last
-    key. HOLD: Q stays in registers. SHARE: O's tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the
-    tiles of queries in `sm90_chain`, or 0. NAMED: whether rings have named barriers. The default partition takes the
-    registers that the others leave.
+    PEELED, LOOPED: whether the first block, and the others, may need a mask. HOLD: Q stays in registers. SHARE: O's
+    tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles of queries in `sm90_chain`, or 0. NAMED:
+    whether rings have named barriers. The default partition takes the registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
@@ -362,13 +363,13 @@ def attend(
     if WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD,
                        SHARE, SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD,
                        SHARE, SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 2,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD,
                        SHARE, SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),
@@ -376,10 +377,10 @@ def attend(
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 0,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD,
                        SHARE, SPLIT, CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, o_rest, part, lse, size, band, extra, factor, 1,
-                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, LAZY, HOLD,
+                       WGS, BK, D, D2, E, E2, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, LAZY, HOLD,
                        SHARE, SPLIT, CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, counter, size,
                        band, extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, ROTATE, queue)),

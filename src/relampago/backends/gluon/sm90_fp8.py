@@ -78,13 +78,14 @@ def consume_apart(
     queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
-    LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    LOOPED: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Tiles one after another, each by itself."""
     PART: gl.constexpr = ROWS // PACK
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = TABLES or band.left is not None
     MOST: gl.constexpr = PARTS if PARTS > 0 else 1
     W: gl.constexpr = E // MOST
     S_L: gl.constexpr = accumulator(BK, 32)
@@ -123,7 +124,7 @@ def consume_apart(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-        p, m, l = first_weights(s, k0, seen, band, extra, by_row * sk, PEELED, ENDS, S_L)
+        p, m, l = first_weights(s, k0, seen, start, end, band, extra, by_row * sk, PEELED, S_L)
         beta = gl.full([ROWS], 1.0, gl.float32, R_L)  # acc is 0
         p_words = words(p)
 
@@ -132,8 +133,8 @@ def consume_apart(
             masked = (k0 < start) | (k0 + BK > end)
             (acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
                 q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v,
-                phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
-                S_L, O_L, P_L, W, LOOPED, ENDS, TABLES, PINGPONG, PIN, PARTS,
+                phase_v, k0, masked, seen, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
+                S_L, O_L, P_L, W, LOOPED, STARTS, PINGPONG, PIN, PARTS,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, E, BK)
         p8 = operand(p_words, P_L)
@@ -179,19 +180,19 @@ def consume(
     queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
-    LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    LOOPED: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
     if CHAIN:
         consume_chained(
             queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, scales, WG, WGS, BK, D, E,
-            PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, PARTS,
+            PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, PARTS,
         )  # fmt: skip
     else:
         consume_apart(
             queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, WG, WGS, BK, D,
-            E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+            E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, SPLIT, PARTS,
         )  # fmt: skip
 
 
@@ -204,7 +205,7 @@ def attend_fp8(
     offset, left, right, prefix, extra,
     WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, PACK: gl.constexpr,
     STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr, LOOPED: gl.constexpr,
-    ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
+    PINGPONG: gl.constexpr, PIN: gl.constexpr, SPLIT: gl.constexpr,
     PARTS: gl.constexpr, CHAIN: gl.constexpr, REGISTERS: gl.constexpr,
     REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
@@ -231,13 +232,13 @@ def attend_fp8(
     if WGS == 3:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 2,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
                        extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False, queue)),
@@ -245,10 +246,10 @@ def attend_fp8(
     else:
         gl.warp_specialize([
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 0,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (consume, (queries, keys, values, slots, results, o_desc, part, lse, size, band, extra, factor, scales, 1,
-                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, SPLIT, PARTS,
+                       WGS, BK, D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, SPLIT, PARTS,
                        CHAIN)),
             (produce, (queries, keys, values, slots, q_desc, None, k_desc, None, v_desc, None, counter, size, band,
                        extra, WGS, BK, PACK, STAGES, SCHEDULE, SPLIT, False, queue)),

@@ -45,13 +45,14 @@ def scales_at(tile, seen, k0, size, factor, scales, PACK: gl.constexpr):
 
 @gluon.jit
 def first_weights(
-    s, k0, seen, band, extra, factor, PEELED: gl.constexpr, ENDS: gl.constexpr, S_L: gl.constexpr
+    s, k0, seen, start, end, band, extra, factor, PEELED: gl.constexpr, S_L: gl.constexpr
 ):  # fmt: skip
     """(p, m, l) of a tile's first block."""
-    TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
     s = capped_scores(s, factor, extra.cap)
-    if PEELED:
-        s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
+    if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if (k0 < start) | (k0 + s.shape[1] > end):
+            s = hide(s, k0, seen, STARTS)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_L))
     p, m = weights(s, m, factor, extra.cap, S_L)
     return p, m, part_sum(p)
@@ -62,13 +63,13 @@ def chain(
     number, queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, scales,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
-    LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    LOOPED: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of this block of threads, of which there is at least one."""
     PART: gl.constexpr = ROWS // PACK
     PACKED: gl.constexpr = extra.cu_q is not None
-    TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
     MOST: gl.constexpr = PARTS if PARTS > 0 else 1
     W: gl.constexpr = E // MOST
     S_L: gl.constexpr = accumulator(BK, 32)
@@ -90,7 +91,7 @@ def chain(
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     release(keys, stage_k)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-    p, m, l = first_weights(s, k0, seen, band, extra, by_row * sk, PEELED, ENDS, S_L)
+    p, m, l = first_weights(s, k0, seen, start, end, band, extra, by_row * sk, PEELED, S_L)
     p_words = words(p)
 
     while number >= 0:
@@ -109,8 +110,8 @@ def chain(
             masked = (k0 < start) | (k0 + BK > end)
             (acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
                 q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v,
-                phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
-                S_L, O_L, P_L, W, LOOPED, ENDS, TABLES, PINGPONG, PIN, PARTS,
+                phase_v, k0, masked, seen, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
+                S_L, O_L, P_L, W, LOOPED, STARTS, PINGPONG, PIN, PARTS,
             )  # fmt: skip
         mbarrier.arrive(queries.empty.index(place), count=1)
 
@@ -135,7 +136,7 @@ def chain(
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             release(keys, stage_k)
             stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-            p, m, l = first_weights(s, k0, seen, band, extra, by_row * sk, PEELED, ENDS, S_L)
+            p, m, l = first_weights(s, k0, seen, start, end, band, extra, by_row * sk, PEELED, S_L)
             if PIN:
                 l = pin(l)
             t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
@@ -166,7 +167,7 @@ def consume_chained(
     queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, scales,
     WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr, PEELED: gl.constexpr,
-    LOOPED: gl.constexpr, ENDS: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
+    LOOPED: gl.constexpr, PINGPONG: gl.constexpr, PIN: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
@@ -176,7 +177,7 @@ def consume_chained(
     if number >= 0:  # short sequences may leave a block of threads without any
         chain(
             number, queries, keys, values, slots, results, o_desc, lse, size, band, extra, factor, scales, WG, WGS, BK,
-            D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, ENDS, PINGPONG, PIN, PARTS,
+            D, E, PACK, STAGES, SCHEDULE, PEELED, LOOPED, PINGPONG, PIN, PARTS,
         )  # fmt: skip
     if WG == 0:
         wait_turn(0, PINGPONG)  # the last turn given, so that no barrier is left half full

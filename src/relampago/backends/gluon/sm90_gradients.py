@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from relampago.backends.gluon import schedule
 from relampago.backends.gluon.channel import Rows, load, store
 from relampago.backends.gluon.sm90_tables import keys_of, rows_of, runs_of, shared_by
-from relampago.backends.gluon.softmax import visible
+from relampago.backends.gluon.softmax import full_range
 from relampago.backends.gluon.tiles import place, span, visited
 from relampago.backends.gluon.versions import tma_load
 from relampago.masks import rules
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 key_range = gluon.jit(rules.key_range)
 query_range = gluon.jit(rules.query_range)
-full_range = gluon.jit(rules.full_range)
+visible = gluon.jit(rules.visible)
 blocks = gluon.jit(schedule.blocks)
 advance = gluon.jit(schedule.advance)
 

@@ -23,14 +23,13 @@ from relampago.backends.gluon.sm90_gradients import (
     Size,
     advance,
     disguised,
-    full_range,
     query_tile,
     row_base,
     slope,
     write,
 )
 from relampago.backends.gluon.sm90_tables import runs_of, shared_by
-from relampago.backends.gluon.softmax import Seen, capped, exp2, hide, part_sum, pin
+from relampago.backends.gluon.softmax import capped, exp2, full_range, hide, part_sum, pin, seen_by
 from relampago.backends.gluon.tiles import accumulator
 
 
@@ -80,15 +79,15 @@ def produce(
 
 @gluon.jit
 def differentiate(
-    s, dp, k0, seen, masked, top, delta, band, cap, factor, S_L: gl.constexpr,
-    MASKED: gl.constexpr, ENDS: gl.constexpr, TABLES: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
+    s, dp, k0, seen, masked, top, delta, cap, factor,
+    MASKED: gl.constexpr, STARTS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """dS of a block, [64, BK], from S and from dP, which is still under way, behind LEFT later products."""
     raised = capped(s, cap)
     s = raised
     if MASKED:  # noqa: SIM102 - one is known when compiled
         if masked:
-            s = hide(s, k0, seen, band, ENDS, TABLES, S_L)
+            s = hide(s, k0, seen, STARTS)
     p = exp2(s * factor - gl.expand_dims(top, 1))
     p = slope(p, raised, cap)
     if PIN:
@@ -104,12 +103,13 @@ def differentiate(
 def consume(
     queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra,
     WG: gl.constexpr, BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+    STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dQ of 64 rows."""
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
+    STARTS: gl.constexpr = TABLES or band.left is not None
     S_L: gl.constexpr = accumulator(BK)
     Q_L: gl.constexpr = accumulator(D)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=Q_L, k_width=2)
@@ -128,9 +128,9 @@ def consume(
         low, high = shared_by(extra, q_at.b, size.len_q, row, ROWS)
         start, end = max(start, low), min(end, high)
         row_start, row_end = runs_of(extra, size, q_at.b, rows)
-        seen = Seen(rows, len_k, offset, row_start, row_end)
+        seen = seen_by(rows, len_k, offset, band, row_start, row_end)
     else:
-        seen = Seen(rows, len_k, offset, rows, rows)
+        seen = seen_by(rows, len_k, offset, band)
     k0 = first_keys(row_tile, first, n, band, BK)
     dq = gl.zeros([ROWS, D], gl.float32, Q_L)
     q = receive(queries, WG, 0, ROWS, D)
@@ -146,7 +146,7 @@ def consume(
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     masked = (k0 < start) | (k0 + BK > end)
     ds = differentiate(
-        s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, TABLES, 0, False,
+        s, dp, k0, seen, masked, top, delta, extra.cap, factor, MASKED, STARTS, 0, False,
     )  # fmt: skip
     release(values, 0)
     ds16 = gl.convert_layout(ds.to(DT), P_L, assert_trivial=True)
@@ -169,7 +169,7 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
         masked = (k0 < start) | (k0 + BK > end)
         ds = differentiate(
-            s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, S_L, MASKED, ENDS, TABLES, 1, PIN,
+            s, dp, k0, seen, masked, top, delta, extra.cap, factor, MASKED, STARTS, 1, PIN,
         )  # fmt: skip
         release(values, stage_v)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -192,7 +192,7 @@ def by_queries(
     offset, left, right, prefix, extra,
    
     BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
+    STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """dQ of 128 rows of a head."""
@@ -207,9 +207,9 @@ def by_queries(
     fence_async_shared()
     gl.warp_specialize([
         (consume, (queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra, 0, BK,
-                   D, E, STAGES_K, STAGES_V, PIN, MASKED, ENDS)),
+                   D, E, STAGES_K, STAGES_V, PIN, MASKED)),
         (consume, (queries, douts, keys, values, dq_desc, wide, tops, deltas, factor, scale, size, band, extra, 1, BK,
-                   D, E, STAGES_K, STAGES_V, PIN, MASKED, ENDS)),
+                   D, E, STAGES_K, STAGES_V, PIN, MASKED)),
         (produce, (queries, douts, keys, values, q_desc, do_desc, k_desc, v_desc, size, band, extra, BK, STAGES_K,
                    STAGES_V)),
     ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip

@@ -17,26 +17,36 @@ SELDOM = gl.constexpr(1)  # O is rescaled where a maximum grew much
 MAXIMA = gl.constexpr(8)  # pinned: the maxima alone, not the weights
 LATER = gl.constexpr(2)  # always, under the next scores
 
-visible = gluon.jit(rules.visible)
+full_range = gluon.jit(rules.full_range)
 
 
 @aggregate
 class Seen:
-    """What decides which keys a warpgroup's rows see."""
+    """A warpgroup's rows: which query each is, and the keys [start, end) that it sees."""
 
-    rows: gl.tensor  # the query of each row
-    len_k: gl.tensor
-    offset: gl.tensor
-    start: gl.tensor  # of tables: each row's run of keys
+    rows: gl.tensor
+    start: gl.tensor
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, rows, len_k, offset, start, end):
+    def __init__(self, rows, start, end):
         self.rows = rows
-        self.len_k = len_k
-        self.offset = offset
         self.start = start
         self.end = end
+
+
+@gluon.jit
+def seen_by(rows, len_k, offset, band, row_start=None, row_end=None):
+    """What rows see: one run of keys, whatever the masks."""
+    start, end = full_range(
+        rows, rows, len_k + rows * 0, offset, band.left, band.right, band.prefix
+    )
+    if row_start is not None:
+        start = gl.maximum(row_start, start)
+        end = gl.minimum(row_end, end)
+    if band.left is None and row_start is None:
+        start = rows * 0
+    return Seen(rows, start, end)
 
 
 @gluon.jit
@@ -159,21 +169,42 @@ def by_row(x, S_L: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, k0, seen, band, ENDS: gl.constexpr, TABLES: gl.constexpr, S_L: gl.constexpr):
-    """Scores with -inf where a row does not see a key. ENDS: whether the block may reach beyond the last key."""
-    keys = k0 + gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_L)), 0)
-    rows = by_row(seen.rows, S_L)
-    if band.left is not None or band.right is not None:
-        shown = visible(rows, keys, seen.offset, band.left, band.right, band.prefix)
-        if ENDS:
-            shown = shown & (keys < seen.len_k)
-        s = gl.where(shown, s, float("-inf"))
-    elif ENDS:
-        s = gl.where(keys < seen.len_k, s, float("-inf"))
-    if TABLES:
-        inside = (keys >= by_row(seen.start, S_L)) & (keys < by_row(seen.end, S_L))
-        s = gl.where(inside, s, float("-inf"))
-    return s
+def below(x, quad):
+    """Bits of those of a thread's columns of a row that come before column x, which may lie outside of the block.
+
+    A thread of WGMMA's accumulator has columns 8i + 2·quad and the next one: its bits 2i and 2i + 1.
+    """
+    count = (x >> 3) * 2 + gl.minimum(gl.maximum((x & 7) - quad * 2, 0), 2)  # [M, 4]
+    return gl.where(count <= 0, 0, gl.where(count >= 32, -1, (count * 0 + 1 << count) - 1))
+
+
+@gluon.jit
+def hide(s, k0, seen, STARTS: gl.constexpr):
+    """Scores with -inf where a row does not see a key. STARTS: whether a row may see none of the first keys.
+
+    Two instructions a score: is the bit set? Under a branch, or the compiler would decide for each score before S is
+    there, and keep that in half as many instructions again.
+    """
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    gl.static_assert(N <= 128, "a thread has more columns of a row than a word has bits")
+    by_eight = gl.reshape(s, [M, N // 8, 4, 2])
+    ALL: gl.constexpr = by_eight.type.layout
+    QUADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, ALL))
+    quad = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS)), 0)
+    word = below(by_row(seen.end, QUADS) - k0, quad)
+    if STARTS:
+        word = word & (below(by_row(seen.start, QUADS) - k0, quad) ^ -1)
+    word = gl.expand_dims(gl.expand_dims(word, 1), 3)  # [M, 1, 4, 1]
+    eight = gl.arange(
+        0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, ALL)))
+    )
+    one = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, ALL))))
+    eight = gl.expand_dims(gl.expand_dims(gl.expand_dims(eight, 0), 2), 3)
+    one = gl.expand_dims(gl.expand_dims(gl.expand_dims(one, 0), 1), 2)
+    shown = (word >> (eight * 2 + one)) & 1
+    by_eight = gl.where(shown != 0, by_eight, float("-inf"))
+    return gl.convert_layout(gl.reshape(by_eight, [M, N]), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
