@@ -80,11 +80,11 @@ def first_weights(
     s, k0, seen, start, end, band, extra, factor, PEELED: gl.constexpr, S_L: gl.constexpr
 ):  # fmt: skip
     """(p, m, l) of a tile's first block."""
-    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
+    TABLES: gl.constexpr = extra.row_start is not None
     s = capped(s, extra.cap)
     if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if (k0 < start) | (k0 + s.shape[1] > end):
-            s = hide(s, k0, seen, STARTS)
+            s = hide(s, k0, seen, band, TABLES)
     m = row_max(s, gl.SliceLayout(1, S_L))
     p, _, l = opened(s, m, m, factor, 0)
     return p, m, l
@@ -120,7 +120,7 @@ def chain(
     PART: gl.constexpr = ROWS // PACK
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
-    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
+    TABLES: gl.constexpr = extra.row_start is not None
     S_L: gl.constexpr = accumulator(BK)
     O1: gl.constexpr = accumulator(E)
     O2: gl.constexpr = accumulator(E2 if E2 > 0 else E)
@@ -166,8 +166,8 @@ def chain(
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, _, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
                 own1, own2, keys, values, acc1, acc2, p16, stage_k, m, l, alpha, stage_k, phase_k, stage_v, phase_v,
-                k0, masked, seen, extra.cap, factor, WG, WGS, BK, 0, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, STARTS, PINGPONG, PIN, LAZY, free, left == 1,
+                k0, masked, seen, band, extra.cap, factor, WG, WGS, BK, 0, D, D2, E, E2, STAGES, S_L, P1, P2,
+                LOOPED, TABLES, PINGPONG, PIN, LAZY, free, left == 1,
             )  # fmt: skip
         if not SHARE and not LATE and not HOLD:
             mbarrier.arrive(queries.empty.index(place), count=1)

@@ -175,7 +175,6 @@ def consume_apart(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
-    STARTS: gl.constexpr = TABLES or band.left is not None
     KEYS: gl.constexpr = keys.tiles.shape[-3]
     BK2: gl.constexpr = BK - KEYS
     S_L: gl.constexpr = accumulator(KEYS)
@@ -223,7 +222,7 @@ def consume_apart(
         s, s2 = all_capped(s, s2, extra.cap, BK2)
         if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
             if (k0 < start) | (k0 + BK > end):
-                s, s2 = all_hidden(s, s2, k0, seen, STARTS, BK2)
+                s, s2 = all_hidden(s, s2, k0, seen, band, TABLES, BK2)
         m = row_max(s, R_L, s2 if BK2 > 0 else None)
         if extra.before is not None:
             m = gl.maximum(m, m0)
@@ -243,8 +242,8 @@ def consume_apart(
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
                 q1, q2, keys, values, acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
-                masked, seen, extra.cap, factor, WG, WGS, BK, BK2, D, D2, E, E2, STAGES, S_L, P1, P2,
-                LOOPED, STARTS, PINGPONG, PIN, LAZY,
+                masked, seen, band, extra.cap, factor, WG, WGS, BK, BK2, D, D2, E, E2, STAGES, S_L, P1, P2,
+                LOOPED, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
         if LAZY == LATER:
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)

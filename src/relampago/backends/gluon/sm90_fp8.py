@@ -85,7 +85,6 @@ def consume_apart(
     PART: gl.constexpr = ROWS // PACK
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
-    STARTS: gl.constexpr = TABLES or band.left is not None
     MOST: gl.constexpr = PARTS if PARTS > 0 else 1
     W: gl.constexpr = E // MOST
     S_L: gl.constexpr = accumulator(BK, 32)
@@ -133,8 +132,8 @@ def consume_apart(
             masked = (k0 < start) | (k0 + BK > end)
             (acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
                 q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v,
-                phase_v, k0, masked, seen, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
-                S_L, O_L, P_L, W, LOOPED, STARTS, PINGPONG, PIN, PARTS,
+                phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
+                S_L, O_L, P_L, W, LOOPED, TABLES, PINGPONG, PIN, PARTS,
             )  # fmt: skip
         v = receive(values, stage_v, phase_v, E, BK)
         p8 = operand(p_words, P_L)

@@ -48,11 +48,11 @@ def first_weights(
     s, k0, seen, start, end, band, extra, factor, PEELED: gl.constexpr, S_L: gl.constexpr
 ):  # fmt: skip
     """(p, m, l) of a tile's first block."""
-    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
+    TABLES: gl.constexpr = extra.row_start is not None
     s = capped_scores(s, factor, extra.cap)
     if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if (k0 < start) | (k0 + s.shape[1] > end):
-            s = hide(s, k0, seen, STARTS)
+            s = hide(s, k0, seen, band, TABLES)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_L))
     p, m = weights(s, m, factor, extra.cap, S_L)
     return p, m, part_sum(p)
@@ -69,7 +69,7 @@ def chain(
     """All tiles of this block of threads, of which there is at least one."""
     PART: gl.constexpr = ROWS // PACK
     PACKED: gl.constexpr = extra.cu_q is not None
-    STARTS: gl.constexpr = extra.row_start is not None or band.left is not None
+    TABLES: gl.constexpr = extra.row_start is not None
     MOST: gl.constexpr = PARTS if PARTS > 0 else 1
     W: gl.constexpr = E // MOST
     S_L: gl.constexpr = accumulator(BK, 32)
@@ -110,8 +110,8 @@ def chain(
             masked = (k0 < start) | (k0 + BK > end)
             (acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v) = step(
                 q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v,
-                phase_v, k0, masked, seen, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
-                S_L, O_L, P_L, W, LOOPED, STARTS, PINGPONG, PIN, PARTS,
+                phase_v, k0, masked, seen, band, extra.cap, by_row, scales, kv_at, WG, WGS, BK, D, E, STAGES,
+                S_L, O_L, P_L, W, LOOPED, TABLES, PINGPONG, PIN, PARTS,
             )  # fmt: skip
         mbarrier.arrive(queries.empty.index(place), count=1)
 

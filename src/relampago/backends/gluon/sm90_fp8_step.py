@@ -171,9 +171,9 @@ def weights(s, m, factor, cap, S_L: gl.constexpr):
 @gluon.jit
 def step(
     q, keys, values, acc1, acc2, acc3, acc4, p_words, m, l, beta, sv, stage_k, phase_k, stage_v, phase_v, k0, masked,
-    seen, cap, factor, scales, kv_at, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
+    seen, band, cap, factor, scales, kv_at, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr,
     D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr,
-    P_L: gl.constexpr, W: gl.constexpr, MASKS: gl.constexpr, STARTS: gl.constexpr,
+    P_L: gl.constexpr, W: gl.constexpr, MASKS: gl.constexpr, TABLES: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 8 to 14: Sⱼ and Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter."""
@@ -192,7 +192,7 @@ def step(
     s = capped_scores(s, factor * sk, cap)
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
-            s = hide(s, k0, seen, STARTS)
+            s = hide(s, k0, seen, band, TABLES)
     p, m_new = weights(s, m, factor * sk, cap, S_L)
     alpha = exp2(m - finite(m_new))
     alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)

@@ -29,7 +29,7 @@ from relampago.backends.gluon.sm90_gradients import (
     write,
 )
 from relampago.backends.gluon.sm90_tables import runs_of, shared_by
-from relampago.backends.gluon.softmax import capped, exp2, full_range, hide, part_sum, pin, seen_by
+from relampago.backends.gluon.softmax import Seen, capped, exp2, full_range, hide, part_sum, pin
 from relampago.backends.gluon.tiles import accumulator
 
 
@@ -79,15 +79,15 @@ def produce(
 
 @gluon.jit
 def differentiate(
-    s, dp, k0, seen, masked, top, delta, cap, factor,
-    MASKED: gl.constexpr, STARTS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
+    s, dp, k0, seen, masked, top, delta, band, cap, factor,
+    MASKED: gl.constexpr, TABLES: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """dS of a block, [64, BK], from S and from dP, which is still under way, behind LEFT later products."""
     raised = capped(s, cap)
     s = raised
     if MASKED:  # noqa: SIM102 - one is known when compiled
         if masked:
-            s = hide(s, k0, seen, STARTS)
+            s = hide(s, k0, seen, band, TABLES)
     p = exp2(s * factor - gl.expand_dims(top, 1))
     p = slope(p, raised, cap)
     if PIN:
@@ -109,7 +109,6 @@ def consume(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
-    STARTS: gl.constexpr = TABLES or band.left is not None
     S_L: gl.constexpr = accumulator(BK)
     Q_L: gl.constexpr = accumulator(D)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=Q_L, k_width=2)
@@ -128,9 +127,9 @@ def consume(
         low, high = shared_by(extra, q_at.b, size.len_q, row, ROWS)
         start, end = max(start, low), min(end, high)
         row_start, row_end = runs_of(extra, size, q_at.b, rows)
-        seen = seen_by(rows, len_k, offset, band, row_start, row_end)
+        seen = Seen(rows, len_k, offset, row_start, row_end)
     else:
-        seen = seen_by(rows, len_k, offset, band)
+        seen = Seen(rows, len_k, offset, rows, rows)
     k0 = first_keys(row_tile, first, n, band, BK)
     dq = gl.zeros([ROWS, D], gl.float32, Q_L)
     q = receive(queries, WG, 0, ROWS, D)
@@ -146,7 +145,7 @@ def consume(
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     masked = (k0 < start) | (k0 + BK > end)
     ds = differentiate(
-        s, dp, k0, seen, masked, top, delta, extra.cap, factor, MASKED, STARTS, 0, False,
+        s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, MASKED, TABLES, 0, False,
     )  # fmt: skip
     release(values, 0)
     ds16 = gl.convert_layout(ds.to(DT), P_L, assert_trivial=True)
@@ -169,7 +168,7 @@ def consume(
         s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
         masked = (k0 < start) | (k0 + BK > end)
         ds = differentiate(
-            s, dp, k0, seen, masked, top, delta, extra.cap, factor, MASKED, STARTS, 1, PIN,
+            s, dp, k0, seen, masked, top, delta, band, extra.cap, factor, MASKED, TABLES, 1, PIN,
         )  # fmt: skip
         release(values, stage_v)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))

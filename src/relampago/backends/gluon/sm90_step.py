@@ -17,6 +17,7 @@ from relampago.backends.gluon.named import PAIR, TURNS, arrive, sync
 from relampago.backends.gluon.softmax import (
     LATER,
     SELDOM,
+    Seen,
     by_row,
     capped,
     exp2,
@@ -28,7 +29,6 @@ from relampago.backends.gluon.softmax import (
     part_sum,
     plus,
     rescaled,
-    seen_by,
     softmax,
 )
 from relampago.backends.gluon.tiles import ROWS, accumulator, table_at
@@ -115,11 +115,11 @@ def all_capped(s, s2, cap, BK2: gl.constexpr):
 
 
 @gluon.jit
-def all_hidden(s, s2, k0, seen, STARTS: gl.constexpr, BK2: gl.constexpr):
+def all_hidden(s, s2, k0, seen, band, TABLES: gl.constexpr, BK2: gl.constexpr):
     """A block's scores with -inf where a row does not see a key."""
     if BK2 > 0:
-        s2 = hide(s2, k0 + s.shape[1], seen, STARTS)
-    return hide(s, k0, seen, STARTS), s2
+        s2 = hide(s2, k0 + s.shape[1], seen, band, TABLES)
+    return hide(s, k0, seen, band, TABLES), s2
 
 
 @gluon.jit
@@ -219,9 +219,9 @@ def opened(s, s2, m, factor, BK2: gl.constexpr):
 @gluon.jit
 def step(
     q1, q2, keys, values, acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0, masked,
-    seen, cap, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, BK2: gl.constexpr,
+    seen, band, cap, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, BK2: gl.constexpr,
     D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
-    P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, STARTS: gl.constexpr,
+    P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, TABLES: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, free=None, last=False,
 ):  # fmt: skip
     """Algorithm 2, lines 8 to 14: Sⱼ and O += Pⱼ₋₁Vⱼ₋₁ in flight together, softmax of Sⱼ under the latter.
@@ -250,7 +250,7 @@ def step(
     s, s2 = all_capped(s, s2, cap, BK2)
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
-            s, s2 = all_hidden(s, s2, k0, seen, STARTS, BK2)
+            s, s2 = all_hidden(s, s2, k0, seen, band, TABLES, BK2)
     p, p2, m, l, alpha = softmax(s, s2, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY, BK2)
     acc1, acc2 = settle(acc1, acc2, E2)
     release_values(values, stage_v, phase_v, KEYS)
@@ -281,7 +281,7 @@ def sight(row0, tile, size, band, extra, PACK: gl.constexpr, R_L: gl.constexpr):
         row_end = gl.load(extra.row_end + at, mask=inside, other=0)
         start = max(start, gl.max(row_start, axis=0))
         end = min(end, gl.min(gl.where(inside, row_end, BIG), axis=0))
-        seen = seen_by(rows, len_k, tile.offset, band, row_start, row_end)
+        seen = Seen(rows, len_k, tile.offset, row_start, row_end)
     else:
-        seen = seen_by(rows, len_k, tile.offset, band)
+        seen = Seen(rows, len_k, tile.offset, rows, rows)
     return seen, start, end

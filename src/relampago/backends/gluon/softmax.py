@@ -22,31 +22,21 @@ full_range = gluon.jit(rules.full_range)
 
 @aggregate
 class Seen:
-    """A warpgroup's rows: which query each is, and the keys [start, end) that it sees."""
+    """What decides which keys a warpgroup's rows see."""
 
-    rows: gl.tensor
-    start: gl.tensor
+    rows: gl.tensor  # the query of each row
+    len_k: gl.tensor
+    offset: gl.tensor
+    start: gl.tensor  # of tables: each row's run of keys
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, rows, start, end):
+    def __init__(self, rows, len_k, offset, start, end):
         self.rows = rows
+        self.len_k = len_k
+        self.offset = offset
         self.start = start
         self.end = end
-
-
-@gluon.jit
-def seen_by(rows, len_k, offset, band, row_start=None, row_end=None):
-    """What rows see: one run of keys, whatever the masks."""
-    start, end = full_range(
-        rows, rows, len_k + rows * 0, offset, band.left, band.right, band.prefix
-    )
-    if row_start is not None:
-        start = gl.maximum(row_start, start)
-        end = gl.minimum(row_end, end)
-    if band.left is None and row_start is None:
-        start = rows * 0
-    return Seen(rows, start, end)
 
 
 @gluon.jit
@@ -179,8 +169,8 @@ def below(x, quad):
 
 
 @gluon.jit
-def hide(s, k0, seen, STARTS: gl.constexpr):
-    """Scores with -inf where a row does not see a key. STARTS: whether a row may see none of the first keys.
+def hide(s, k0, seen, band, TABLES: gl.constexpr):
+    """Scores with -inf where a row does not see a key: each sees one run of keys, whatever the masks.
 
     Two instructions a score: is the bit set? Under a branch, or the compiler would decide for each score before S is
     there, and keep that in half as many instructions again.
@@ -192,9 +182,16 @@ def hide(s, k0, seen, STARTS: gl.constexpr):
     ALL: gl.constexpr = by_eight.type.layout
     QUADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, ALL))
     quad = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS)), 0)
-    word = below(by_row(seen.end, QUADS) - k0, quad)
-    if STARTS:
-        word = word & (below(by_row(seen.start, QUADS) - k0, quad) ^ -1)
+    rows = by_row(seen.rows, QUADS)
+    start, end = full_range(
+        rows, rows, seen.len_k + rows * 0, seen.offset, band.left, band.right, band.prefix
+    )
+    if TABLES:
+        start = gl.maximum(by_row(seen.start, QUADS), start)
+        end = gl.minimum(by_row(seen.end, QUADS), end)
+    word = below(end - k0, quad)
+    if TABLES or band.left is not None:
+        word = word & (below(start - k0, quad) ^ -1)
     word = gl.expand_dims(gl.expand_dims(word, 1), 3)  # [M, 1, 4, 1]
     eight = gl.arange(
         0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, ALL)))
