@@ -42,16 +42,19 @@ from relampago.backends.gluon.sm90_step import (
     await_scores,
     give_turn,
     in_hand,
+    let_pass,
     more_scores,
     next_values,
     opened,
     operands,
+    pass_values,
     release_values,
     scaled,
     scores,
     settle,
     sight,
     step,
+    unseen,
     wait_turn,
     weigh_next,
 )
@@ -175,6 +178,7 @@ def consume_apart(
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
+    PASSES: gl.constexpr = LOOPED and band.right is not None
     KEYS: gl.constexpr = keys.tiles.shape[-3]
     BK2: gl.constexpr = BK - KEYS
     S_L: gl.constexpr = accumulator(KEYS)
@@ -212,13 +216,28 @@ def consume_apart(
                 extra, tile, seen.rows, row0, factor, size.dim_v, acc2, E, E2, O1, O2, PACK
             )
 
+        passed = tile.count * 0
+        if PASSES:
+            passed = unseen(row0, tile, band, PART, BK)
+            k0 -= passed * BK
+            stage_k, phase_k, stage_v, phase_v = let_pass(
+                passed, keys, values, stage_k, phase_k, stage_v, phase_v, WG, WGS, KEYS, D, E, STAGES, PINGPONG
+            )  # fmt: skip
+
         # the first block: S and its softmax, with nothing to overlap but the other warpgroups
         k = receive(keys, stage_k, phase_k, KEYS, D)
+        if PASSES:  # noqa: SIM102
+            if passed > 0:
+                wait_turn(WG, PINGPONG)
         s = scores(q1, q2, keys, stage_k, k, KEYS, D2, S_L)
         s2 = more_scores(q1, keys, stage_k, BK2, D)
         s, s2 = await_scores(s, s2, 0, BK2)
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        if PASSES:  # noqa: SIM102
+            if passed > 0:
+                give_turn((WG + 1) % WGS, PINGPONG)
+                stage_v, phase_v = pass_values(values, stage_v, phase_v, KEYS, E)
         s, s2 = all_capped(s, s2, extra.cap, BK2)
         if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
             if (k0 < start) | (k0 + BK > end):
@@ -237,7 +256,7 @@ def consume_apart(
 
         # one loop, the mask under a branch that a whole warpgroup takes: two successive loops would make LLVM carry
         # the weights as single 16-bit values
-        for _ in range(tile.count - 1):
+        for _ in range(tile.count - 1 - passed):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
             acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(

@@ -32,10 +32,12 @@ from relampago.backends.gluon.softmax import (
     softmax,
 )
 from relampago.backends.gluon.tiles import ROWS, accumulator, table_at
+from relampago.masks import rules
 
 BIG = gl.constexpr(2147483647)
 
 advance = gluon.jit(schedule.advance)
+key_range = gluon.jit(rules.key_range)
 
 
 @gluon.jit
@@ -177,6 +179,45 @@ def next_values(values, stage, phase, KEYS: gl.constexpr):
     if values.tiles.shape[-3] < KEYS:
         stage, phase = advance(stage, phase, SLOTS_V)
     return stage, phase
+
+
+@gluon.jit
+def pass_values(values, stage, phase, KEYS: gl.constexpr, E: gl.constexpr):
+    """Let a block's values pass as soon as they are there; where the next block's are."""
+    TILE: gl.constexpr = values.tiles.shape[-3]
+    receive(values, stage, phase, TILE, E)
+    if TILE < KEYS:
+        rest, rest_phase = advance(stage, phase, values.tiles.shape[0])
+        receive(values, rest, rest_phase, TILE, E)
+    release_values(values, stage, phase, KEYS)
+    return next_values(values, stage, phase, KEYS)
+
+
+@gluon.jit
+def unseen(row0, tile, band, PART: gl.constexpr, BK: gl.constexpr):
+    """How many of a tile's first blocks PART rows do not see: never all, so that their result is written."""
+    _, end = key_range(
+        row0, row0 + (PART - 1), tile.k.length, tile.offset, band.left, band.right, band.prefix
+    )
+    return min(max(tile.first + tile.count - (end + (BK - 1)) // BK, 0), tile.count - 1)
+
+
+@gluon.jit
+def let_pass(
+    blocks, keys, values, stage_k, phase_k, stage_v, phase_v, WG: gl.constexpr, WGS: gl.constexpr,
+    KEYS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """A tile's first blocks as `step` takes them, but nothing is computed; the last one's values are still to pass."""
+    for i in range(blocks):
+        receive(keys, stage_k, phase_k, KEYS, D)
+        if i > 0:  # a tile's first block takes no turn
+            wait_turn(WG, PINGPONG)
+            give_turn((WG + 1) % WGS, PINGPONG)
+        release(keys, stage_k)
+        stage_k, phase_k = advance(stage_k, phase_k, STAGES)
+        if i > 0:
+            stage_v, phase_v = pass_values(values, stage_v, phase_v, KEYS, E)
+    return stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
