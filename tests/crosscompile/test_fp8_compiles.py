@@ -34,7 +34,7 @@ TABLE = table("sm90")["gluon_sm90.forward_fp8"]
 BYTES = next(row.plan for row in table("sm90")["triton.decode"] if "fp8" in dict(row.when))
 WIDE_SPILLS = 128  # bytes of a thread at head dim 256: acc alone takes 128 of its registers
 CHAIN_SPILLS = 48 if OLD else 192  # outside the main loops, by 12.8; windows are the worst
-FORM_SPILLS = 48  # of masks that hold each row's run of keys
+FORM_SPILLS = 72  # of masks that hold each row's run of keys
 BANDS = {"full": Band(), "causal": Band(0, None, 0), "window": Band(0, 100, 0)}
 
 

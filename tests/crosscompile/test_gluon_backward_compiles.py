@@ -27,7 +27,7 @@ from relampago.backends.gluon import backward_launch
 
 SPILLS = 8 if OLD else 40  # bytes of a thread, of those before the loops or after them
 CAPPED = (
-    88 if OLD else 160
+    96 if OLD else 160
 )  # with softcap and a window beyond d 64: a masked block needs its slope as well
 TABLED = 40 if OLD else 104  # with tables, whose masks hold each row's run of keys
 DRAWN = 128 if OLD else 160  # of tiles that are drawn, outside the loops

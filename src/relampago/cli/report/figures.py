@@ -32,11 +32,11 @@ def hopper(path: Path) -> None:
 
 def forward(causal: bool) -> Lines:
     """TFLOP/s by length."""
-    rates, lines = tables.forward_rates(tables.FORWARD[0]), Lines()
+    lines = Lines()
     for batch, length in tables.SHAPES:
-        where = (DIM, DIM, causal, batch, length)
+        rates = tables.of_first_run(DIM, DIM, causal, batch, length)
         for name, label in {"ours": "relampago", "cudnn": "cuDNN", "fa3": "FA3"}.items():
-            if rate := rates.get((name, *where)):
+            if rate := rates.get(name):
                 lines.setdefault(label, []).append((length, rate, False))
     return lines
 
