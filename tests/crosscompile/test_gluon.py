@@ -142,8 +142,8 @@ def check(built: Built, plan: Plan, spills: int = 0, outside: int = 0) -> None:
 
 
 def of_mask(plan: Plan, mask: str) -> int:
-    """Bytes that the first block's mask may spill where values come by halves: by the last key, or by two bounds."""
-    return 32 if plan.halves and mask in ("ragged", "window") else 0
+    """Bytes that a mask of more than the diagonal may spill, outside of the loops, where values come by halves."""
+    return 32 if plan.halves and mask not in ("full", "causal") else 0
 
 
 def leads(row: Row) -> bool:
