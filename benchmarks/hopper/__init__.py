@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python -m benchmarks.hopper check 200     # every named problem against the fp64 oracle
     PYTHONPATH=src python -m benchmarks.hopper stress 200    # 10,000 launches of random shapes under a watchdog
-    PYTHONPATH=src python -m benchmarks.hopper check 200 chain   # both also with a change to all plans: see changes.py
+    PYTHONPATH=src python -m benchmarks.hopper check 200 hold    # both also with a change to all plans: see changes.py
     PYTHONPATH=src python -m benchmarks.hopper clock 250     # the table's choices beside cuDNN, FA3 and FA4
     PYTHONPATH=src python -m benchmarks.hopper short 100     # the host's time; packed sequences; few queries, many keys
     PYTHONPATH=src python -m benchmarks.hopper experiments 470 fa3   # variants, earlier commits, peers; clocks read

@@ -104,5 +104,5 @@ if __name__ == "__main__":
         main(*words)
     else:
         sys.exit(
-            "expected: check|stress SECONDS [named|hold|tall], clock|short|experiments|all SECONDS [fa3] [fa4]"
+            "expected: check|stress SECONDS [hold], clock|short|experiments|all SECONDS [fa3] [fa4]"
         )

@@ -10,13 +10,7 @@ from relampago.problem import Problem
 from relampago.select import by_name
 
 NAME = "HOPPER_CHANGE"  # of the environment, which jobs inherit
-TALL = {"block_q": 128, "block_k": 192, "stages": 2, "chain": 0}
-CHANGES = {
-    "named": {"named": 1},
-    "hold": {"hold": 1},
-    "tall": TALL | {"pingpong": 2, "pin": 8, "lazy": 1},
-}
-TALL_DIMS = {64, 128}  # other head dims are cut in two themselves, or have no room
+CHANGES = {"hold": {"hold": 1}}
 
 
 def ask_for(name: str) -> None:
@@ -34,7 +28,6 @@ def apply() -> None:
     table = backend.plan
 
     def plan(self: object, p: Problem) -> Plan:
-        change = CHANGES[name] if name != "tall" or {p.dim, p.dim_v} <= TALL_DIMS else {}
-        return replace(table(self, p), **change)
+        return replace(table(self, p), **CHANGES[name])
 
     backend.plan = plan

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.hopper.changes import TALL
 from benchmarks.hopper.clock import (
     Call,
     Cell,
@@ -57,36 +56,14 @@ class Change(NamedTuple):
     changes: dict[str, int]
 
 
-D128, D64 = ((128, 128),), ((64, 64),)
 IN_HAND = ((128, 128), (96, 96))  # room for queries in registers
-TURNS = {  # when the next warpgroup may issue, and how much of the softmax lies under the product before it
-    f"turns {turns}, pin {pin}": {"pingpong": turns, "pin": pin}
-    for turns, pin in ((0, 0), (1, 0), (2, 8), (2, 1))
-}
-RESCALED = {"": {"lazy": 0}, ", seldom": {"lazy": 1}, ", later": {"lazy": 2}}
 CHANGES = (
-    *(
-        Change(f"192 keys, {name}{when}", D128, TALL | turns | lazy)
-        for when, lazy in RESCALED.items()
-        for name, turns in TURNS.items()
-        if (when, name) not in ((", later", "turns 0, pin 0"), ("", "turns 2, pin 1"))
-    ),
-    *(
-        Change(
-            f"{keys} keys, {name}, seldom",
-            dims,
-            TALL | more | {"block_k": keys, "lazy": 1} | TURNS[name],
-        )
-        for keys, dims, more in (
-            (160, D128, {}),
-            (160, D64, {"stages": 3}),
-            (192, D64, {"stages": 3}),
-        )
-        for name in ("turns 1, pin 0", "turns 2, pin 8")
-    ),
     Change("hold", IN_HAND, {"hold": 1}),
-    Change("hold, turns 2, pin 8, seldom", D128, {"hold": 1, "lazy": 1} | TURNS["turns 2, pin 8"]),
-    Change("named", D64, {"named": 1}),
+    Change(
+        "hold, turns 2, pin 8, seldom",
+        ((128, 128),),
+        {"hold": 1, "pingpong": 2, "pin": 8, "lazy": 1},
+    ),
 )
 
 

@@ -48,8 +48,6 @@ class Plan:
         halves: 1 if values come in tiles of half a block's keys, of which there is one more than `stages` (gluon; not
             with chain, which it takes precedence over).
         hold: 1 if queries stay in registers while keys go by (gluon).
-        named: 1 if tiles of keys and values are freed at named barriers, of which eight are left for them (gluon's
-            forward; see named.py).
         rotate: 1 if tiles that see every key begin at different ones, so that they do not ask for the same (gluon).
     """
 
@@ -71,7 +69,6 @@ class Plan:
     promote: int = 0
     span: int = 0
     halves: int = 0
-    named: int = 0
     hold: int = 0
 
     def __post_init__(self) -> None:

@@ -54,7 +54,6 @@ def dims(row: Row) -> tuple[int, int]:
 
 
 CHAIN_SPILLS = 32 if OLD else 64  # bytes: a tile's numbers while the next tile's are there too
-SPARED = 2 if OLD else 1  # meetings at least, which newer Triton asks for less often
 TOP_SPILLS = 16  # and a head's largest score, from 192 on
 FOLDING = 480  # bytes: a tile of O is read, by its addresses, while the first scores are there
 
@@ -196,23 +195,6 @@ def test_largest_scores(monkeypatch, row) -> None:
     check(build(monkeypatch, row.plan, x), row.plan, outside=TOP_SPILLS)
 
 
-def meetings(body: list[str]) -> int:
-    """How often a warpgroup waits for its own warps, which Triton asks for."""
-    return sum("BAR.SYNC" in line and line.endswith(" 0x80") for line in body)
-
-
-@pytest.mark.parametrize("row", [p for p in EACH if p.id in FEW])
-def test_named_barriers_spare_meetings(monkeypatch, row) -> None:
-    """Of the three or more in a block of keys one is left, and one more where values come in two tiles."""
-    mask = next(name for name in ("causal", "full") if reaches(row, name))
-    before, after = (
-        build(monkeypatch, replace(row.plan, named=named), arrays(row, mask)) for named in (0, 1)
-    )
-    check(after, row.plan)
-    for old, new in zip(*(main_loops(disassembled(one)) for one in (before, after)), strict=True):
-        assert meetings(new) <= meetings(old) - SPARED
-
-
 @pytest.mark.parametrize(
     ("dim", "dim_v", "mask"),
     [(96, 96, "full"), (128, 128, "causal"), pinned(128, 128, "full"), pinned(192, 128, "full")],
@@ -292,30 +274,6 @@ def test_values_by_halves(monkeypatch, mask, more) -> None:
     plan = replace(row.plan, block_k=128, stages=2, halves=1, lazy=1, pin=0)
     plan = replace(plan, **more)
     check(build(monkeypatch, plan, arrays(row, mask)), plan, outside=of_mask(plan, mask))
-
-
-TALL_SPILLS = 160  # before the loops, where the first block's scores make way for the next ones
-
-
-@pytest.mark.parametrize(
-    ("mask", "more"),
-    [
-        pinned("full", {"pingpong": 1}),
-        ("ragged", {"pingpong": 2, "pin": 8, "lazy": 1}),
-        ("window", {"lazy": 2, "named": 1}),
-        pinned("causal", {"block_k": 160, "pin": 1}),
-    ],
-)
-def test_blocks_of_two_powers_of_two(monkeypatch, mask, more) -> None:
-    """192 keys at d 128: S, O and P in registers, and no spill in the loop."""
-    row = next(r for r in TABLE if dims(r) == (128, 128) and reaches(r, mask))
-    plan = replace(row.plan, block_k=192, stages=2, chain=0, pingpong=0, pin=0, lazy=0)
-    plan = replace(plan, **more)
-    built = build(monkeypatch, plan, arrays(row, mask))
-    check(built, plan, outside=TALL_SPILLS)
-    for body in main_loops(disassembled(built)):
-        # 3.77 with blocks of 128; masks in the loop take more
-        assert len(body) < (3.5 if OLD else 3.6) * plan.block_k or mask in ("window", "causal")
 
 
 def found_by(dim: int, dim_v: int, **more: Any) -> Plan:

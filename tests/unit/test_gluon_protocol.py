@@ -19,7 +19,6 @@ from unit.pretended_machine import Deadlock
 from relampago.backends import gluon
 from relampago.backends.gluon import schedule
 from relampago.backends.reference import attend, describe_rows
-from relampago.errors import InvalidInput
 from relampago.masks.rules import Band
 from relampago.masks.spec import Document, Extent, resolve
 from relampago.merge import merge
@@ -141,20 +140,20 @@ MORE = {
 }
 PLANS = {
     f"{('grid', 'static', 'dynamic')[schedule]}-{rows}x{keys}-{stages}-{'turns' if turns else 'free'}"
-    f"{'-chained' if chain else ''}{'-named' if named else ''}": Plan(
+    f"{'-chained' if chain else ''}": Plan(
         block_q=rows, block_k=keys, warps=4, stages=stages, schedule=schedule, pingpong=turns, pin=turns, chain=chain,
-        named=named, hold=hold,
+        hold=hold,
     )
-    for schedule, rows, keys, stages, turns, chain, named, hold in (
-        (0, 128, 128, 2, 1, 0, 0, 1),
-        (1, 192, 128, 4, 0, 0, 1, 0),
-        (2, 128, 128, 2, 0, 0, 0, 1),
-        (2, 128, 128, 2, 1, 0, 0, 0),
-        (2, 192, 64, 1, 1, 0, 1, 1),
-        (2, 192, 128, 4, 0, 0, 0, 0),
-        (2, 128, 128, 2, 1, 1, 1, 1),
-        (1, 128, 64, 1, 0, 1, 0, 0),
-        (2, 192, 128, 3, 0, 1, 1, 1),
+    for schedule, rows, keys, stages, turns, chain, hold in (
+        (0, 128, 128, 2, 1, 0, 1),
+        (1, 192, 128, 4, 0, 0, 0),
+        (2, 128, 128, 2, 0, 0, 1),
+        (2, 128, 128, 2, 1, 0, 0),
+        (2, 192, 64, 1, 1, 0, 1),
+        (2, 192, 128, 4, 0, 0, 0),
+        (2, 128, 128, 2, 1, 1, 1),
+        (1, 128, 64, 1, 0, 1, 0),
+        (2, 192, 128, 3, 0, 1, 1),
     )
 }  # fmt: skip
 
@@ -289,15 +288,14 @@ def test_tiles_that_follow_without_a_gap(
     launcher.setting_of.cache_clear()
 
 
-@pytest.mark.parametrize("named", [0, 1])
 @pytest.mark.parametrize("queue", [1, 2])
-def test_a_missing_release_between_tiles_is_a_deadlock(launcher, monkeypatch, queue, named) -> None:
+def test_a_missing_release_between_tiles_is_a_deadlock(launcher, monkeypatch, queue) -> None:
     """Of the keys and values that the next tile's first scores and this one's last product read."""
     kernel = sys.modules["relampago.backends.gluon.sm90_chain"]
     monkeypatch.setattr(kernel, "release", lambda ring, stage: None)
     monkeypatch.setattr(launcher, "chained", lambda *_: queue)
     launcher.setting_of.cache_clear()
-    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, chain=1, named=named)
+    plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, chain=1)
     with pytest.raises(Deadlock):
         run(launcher, arrays(CHAINED["causal"]), plan, 0, multiprocessors=2)
     launcher.setting_of.cache_clear()
@@ -342,14 +340,7 @@ BY_HALVES = {
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"pingpong": 2},
-        {"lazy": 1, "pin": 1, "named": 1},
-        {"lazy": 2, "pin": 8},
-        {"schedule": 0},
-    ],
+    "more", [{}, {"pingpong": 2}, {"lazy": 1, "pin": 1}, {"lazy": 2, "pin": 8}, {"schedule": 0}]
 )
 @pytest.mark.parametrize("case", BY_HALVES.values(), ids=BY_HALVES)
 def test_values_by_halves(launcher, case, more) -> None:
@@ -389,42 +380,6 @@ def test_a_half_that_is_not_released_is_a_deadlock(launcher, monkeypatch) -> Non
         run(launcher, arrays(BY_HALVES["full"]), replace(HALVES, schedule=0), 0, multiprocessors=2)
 
 
-TALL = Plan(block_q=128, block_k=192, stages=2, schedule=2)
-BY_TALL = {
-    **{name: case for name, case in CASES.items() if max(case.get("d", 64), case.get("dv", 0)) in (64, 128)},
-    **{name: case for name, case in MORE.items() if max(case.get("d", 64), case.get("dv", 0)) in (64, 128)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"pingpong": 2, "lazy": 1, "pin": 8},
-        {"block_k": 160, "lazy": 2, "pin": 1, "named": 1, "block_q": 192},
-        {"block_k": 96, "pingpong": 1, "pin": 2, "stages": 3, "schedule": 1, "hold": 1},
-    ],
-    ids=["128+64", "128+32", "64+32"],
-)
-@pytest.mark.parametrize("case", BY_TALL.values(), ids=BY_TALL)
-def test_blocks_of_two_powers_of_two(launcher, case, more) -> None:
-    """A block's two tiles of keys meet in one softmax."""
-    x = arrays(case)
-    compare(x, run(launcher, x, replace(TALL, **more), 0, multiprocessors=2))
-
-
-@pytest.mark.parametrize("more", [{"d": 96}, {"dv": 192}, {"halves": 1}])
-def test_a_tile_is_cut_one_way(launcher, more) -> None:
-    plan = replace(TALL, halves=more.get("halves", 0))
-    x = arrays({"lq": 70, "lk": 200, **{n: size for n, size in more.items() if n != "halves"}})
-    with pytest.raises(InvalidInput, match="blocks of 192 keys"):
-        run(launcher, x, plan, 0)
-
-
-def test_blocks_of_two_powers_of_two_of_packed_sequences(launcher) -> None:
-    x = packed([3, 130, 0, 200, 1], [3, 130, 4, 0, 260], Band(0, None, 0))
-    compare(x, run(launcher, x, TALL, 0))
-
-
 @pytest.mark.parametrize("keys", [64, 640, 650])
 def test_tiles_that_begin_at_different_keys(launcher, keys) -> None:
     plan = Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, rotate=1)
@@ -443,7 +398,7 @@ TOPS = {
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    "plan", [HALVES, TALL, *list(PLANS.values())[3:8:3]], ids=["halves", "tall", "one", "chained"]
+    "plan", [HALVES, *list(PLANS.values())[3:8:3]], ids=["halves", "one", "chained"]
 )
 @pytest.mark.parametrize("case", [*TOPS.values(), None], ids=[*TOPS, "packed"])
 def test_largest_scores(launcher, monkeypatch, case, plan, splits) -> None:
@@ -491,9 +446,8 @@ def test_partial_results_in_fp32_and_folded(launcher, name) -> None:
 
 HOLDING = {
     "128": PLANS["dynamic-128x128-2-turns"],
-    "192": PLANS["static-192x128-4-free-named"],
+    "192": PLANS["static-192x128-4-free"],
     "lazy": Plan(block_q=128, block_k=64, warps=4, stages=2, schedule=2, lazy=1),
-    "tall": Plan(block_q=128, block_k=192, warps=4, stages=2, schedule=2, lazy=1),
 }
 
 

@@ -57,21 +57,6 @@ def cut(dim: int) -> tuple[int, int]:
     return CUTS[min(n for n in CUTS if n >= dim)]
 
 
-def cut_keys(block_k: int) -> tuple[int, int]:
-    """A block of keys likewise: 192 are 128 + 64. Head dims that are cut cannot have such blocks."""
-    whole = 1 << (block_k.bit_length() - 1)
-    return whole, block_k - whole
-
-
-def two_parts(
-    rows: tuple[int, int], widths: tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(rows, columns) of a tile and of what is cut off it: columns, or rows, or nothing, which has no columns."""
-    if rows[1]:
-        return (rows[0], widths[0]), (rows[1], widths[0])
-    return (rows[0], widths[0]), (rows[0], widths[1])
-
-
 def descriptor(t: Tensor, box: Box) -> TensorDescriptor:
     """TMA's view of a tensor. `addressable` saw to what the constructor would check again."""
     found = object.__new__(TensorDescriptor)

@@ -2,13 +2,9 @@
 
 A ring has STAGES tiles and two mbarriers for each: `full`, which the copy engine completes when the bytes have come,
 and `empty`, at which every reader arrives when it is done. A dim that is no power of two is cut in two tiles, `tiles`
-and `rest`, which share the barriers; so are rows. The n-th use of a tile completes each barrier's n-th phase;
+and `rest`, which share the barriers. The n-th use of a tile completes each barrier's n-th phase;
 who waits names the parity of the phase. A fresh barrier counts as being in phase 0 with phase "-1" complete, so that a
 producer that starts with parity 1 passes its first waits on `empty`.
-
-Instead of `empty` a ring may have named barriers, one for each tile, at which the producer and all threads of the
-readers meet. Readers `offer` every tile once before the first use, and the producer collects what is over after the
-last.
 """
 
 from triton.experimental import gluon
@@ -16,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.named import arrive, sync
 from relampago.backends.gluon.versions import aggregate, tma_load, tma_store
 
 packed_rows = gluon.jit(schedule.packed_rows)
@@ -30,18 +25,14 @@ class Channel:
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    rest: gl.shared_memory_descriptor  # the last columns or rows; `tiles` itself if these hold all
-    named: gl.constexpr  # the first of the named barriers that `empty` stands back for, or 0
-    threads: gl.constexpr  # that meet there
+    rest: gl.shared_memory_descriptor  # the last columns; `tiles` itself if these hold all
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, rest=None, named=0, threads=0):
+    def __init__(self, tiles, full, empty, rest=None):
         self.tiles = tiles
         self.full = full
         self.empty = empty
         self.rest = tiles if rest is None else rest
-        self.named = gl.constexpr(named)
-        self.threads = gl.constexpr(threads)
 
 
 @aggregate
@@ -81,19 +72,13 @@ def tiles_of(desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def channel(
-    desc, STAGES: gl.constexpr, READERS: gl.constexpr, rest=None, NAMED: gl.constexpr = 0
-):  # fmt: skip
-    """A ring of tiles that a descriptor loads, or two: `rest` loads the last columns or rows. READERS: warpgroups."""
+def channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, rest=None):
+    """A ring of tiles that a descriptor loads, or two: `rest` loads the last columns. READERS: warpgroups."""
     tiles = tiles_of(desc, STAGES)
     more = tiles
     if rest is not None:
         more = tiles_of(rest, STAGES)
-    full = barriers(STAGES, 1)
-    empty = full
-    if NAMED == 0:
-        empty = barriers(STAGES, READERS)
-    return Channel(tiles, full, empty, more, NAMED, READERS * 128 + 32)
+    return Channel(tiles, barriers(STAGES, 1), barriers(STAGES, READERS), more)
 
 
 @gluon.jit
@@ -107,18 +92,9 @@ def load(desc, at, row, head, column, bar, tile, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def await_free(ring, stage, phase):
-    """Producer: until all readers are done with a tile."""
-    if ring.named > 0:
-        sync(ring.named + stage, ring.threads)
-    else:
-        mbarrier.wait(ring.empty.index(stage), phase)
-
-
-@gluon.jit
 def send(ring, desc, stage, phase, at, row, head, PACKED: gl.constexpr, rest=None):
     """Producer: wait until the tile is free, then start its load. `at` is the sequence's `Rows`."""
-    await_free(ring, stage, phase)
+    mbarrier.wait(ring.empty.index(stage), phase)
     bar = ring.full.index(stage)
     if rest is None:
         mbarrier.expect(bar, desc.block_type.nbytes)
@@ -126,10 +102,7 @@ def send(ring, desc, stage, phase, at, row, head, PACKED: gl.constexpr, rest=Non
     else:
         mbarrier.expect(bar, desc.block_type.nbytes + rest.block_type.nbytes)
         load(desc, at, row, head, 0, bar, ring.tiles.index(stage), PACKED)
-        if rest.block_shape[-3] < desc.block_shape[-3]:  # the last rows
-            load(rest, at, row + desc.block_shape[-3], head, 0, bar, ring.rest.index(stage), PACKED)
-        else:
-            load(rest, at, row, head, desc.block_shape[-1], bar, ring.rest.index(stage), PACKED)
+        load(rest, at, row, head, desc.block_shape[-1], bar, ring.rest.index(stage), PACKED)
 
 
 @gluon.jit
@@ -151,32 +124,11 @@ def receive(ring, stage, phase, ROWS: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def rest_of(ring, stage, ROWS: gl.constexpr, DIM: gl.constexpr):
-    """Consumer: the last columns or rows of a tile that has been received, [ROWS, DIM]."""
+    """Consumer: the last columns of a tile that has been received, [ROWS, DIM]."""
     return ring.rest.index(stage).reshape([ROWS, DIM])
 
 
 @gluon.jit
 def release(ring, stage):
     """Consumer: the tile may be overwritten."""
-    if ring.named > 0:
-        arrive(ring.named + stage, ring.threads)
-    else:
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-
-
-@gluon.jit
-def offer(ring):
-    """Consumer, before the first use: all tiles are free."""
-    if ring.named > 0:
-        STAGES: gl.constexpr = ring.tiles.shape[0]
-        for stage in gl.static_range(STAGES):
-            release(ring, stage)
-
-
-@gluon.jit
-def collect(ring):
-    """Producer, after the last use: no named barrier is left half full."""
-    if ring.named > 0:
-        STAGES: gl.constexpr = ring.tiles.shape[0]
-        for stage in gl.static_range(STAGES):
-            await_free(ring, stage, 0)
+    mbarrier.arrive(ring.empty.index(stage), count=1)

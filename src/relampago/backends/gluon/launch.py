@@ -16,13 +16,11 @@ from relampago.backends.gluon.boxes import (
     Box,
     addressable,
     cut,
-    cut_keys,
     dense_box,
     descriptor,
     packed_box,
     padded,
     steps_fit,
-    two_parts,
 )
 from relampago.backends.gluon.combine import LINES, combine
 from relampago.backends.gluon.counter import counter
@@ -33,14 +31,12 @@ from relampago.backends.gluon.sizes import (
     Sides,
     Size,
     chained,
-    is_named,
     masks_of,
     pack_of,
     shares,
     size_of,
 )
 from relampago.backends.gluon.sm90_forward import attend
-from relampago.errors import InvalidInput
 from relampago.mods import rule_of
 from relampago.plan import Plan
 from relampago.problem import Arrays
@@ -102,7 +98,7 @@ class Setting(NamedTuple):
 
     grid: int
     schedule: int
-    boxes: tuple[Box | None, ...]  # of q, k, v and out, each in one part or two
+    boxes: tuple[Box | None, ...]  # of q, k, v and out, each in two parts
     size: Size
     sides: Sides
     cap: float | None
@@ -224,22 +220,16 @@ def setting_of(
     whole = not is_split and not wide
     queue = chained(plan, *parts) if whole else 0
     widths_out = (0, 0) if not whole else (e // 2, 0) if queue == 1 else (e, e2)
-    keys = cut_keys(plan.block_k)
-    if keys[1] and (d2 or e2 or plan.halves):
-        raise InvalidInput(
-            f"plan: got blocks of {plan.block_k} keys with head dims {shape_q[-1]} and {shape_v[-1]}, halves "
-            f"{plan.halves}; expected a power of two, since a tile is cut one way"
-        )
     sides = (
-        (shape_q, strides_q, (ROWS // pack, 0), (d, d2), pack), (shape_k, strides_k, keys, (d, d2), 1),
-        (shape_v, strides_v, (plan.block_k // 2, 0) if plan.halves else keys, (e, e2), 1),
-        (shape_out, strides_out, (ROWS // pack, 0), widths_out, pack),
+        (shape_q, strides_q, ROWS // pack, (d, d2), pack), (shape_k, strides_k, plan.block_k, (d, d2), 1),
+        (shape_v, strides_v, plan.block_k // 2 if plan.halves else plan.block_k, (e, e2), 1),
+        (shape_out, strides_out, ROWS // pack, widths_out, pack),
     )  # fmt: skip
     view = packed_box if kind.packed else dense_box
     boxes = tuple(
         view(shape, strides, rows, width, dtype, heads) if width else None
-        for shape, strides, rows_cut, widths, heads in sides
-        for rows, width in two_parts(rows_cut, widths)
+        for shape, strides, rows, widths, heads in sides
+        for width in widths
     )
     consumers = plan.block_q // ROWS
     masks = masks_of(len_q, len_k, kind, plan, pack, is_split)
@@ -249,7 +239,7 @@ def setting_of(
     constants = (
         consumers, plan.block_k, d, d2, e, e2, pack, plan.stages, by, *masks, plan.pingpong,
         plan.pin, plan.lazy, bool(plan.hold), whole and shares(plan, *parts), is_split, turns,
-        queue, is_named(plan), *REGISTERS[consumers],
+        queue, *REGISTERS[consumers],
     )  # fmt: skip
     grid = size.count if by == schedule.GRID else min(size.count, kind.multiprocessors)
     return Setting(grid, by, boxes, size, kind.sides, softcap_of(mods), constants, shape_out)

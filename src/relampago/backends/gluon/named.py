@@ -9,10 +9,8 @@ one for each warpgroup and one for all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from relampago.backends.gluon.sizes import NAMED
-
 TURNS = gl.constexpr(5)  # three that order the warpgroups
-RINGS = gl.constexpr(16 - NAMED)  # for tiles of rings, or where the backward's warpgroups meet
+MEETINGS = gl.constexpr(8)  # from here on: the backward's two meet for a buffer
 PAIR = gl.constexpr(256)  # threads of two warpgroups
 
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from relampago.backends.gluon import schedule
-from relampago.backends.gluon.channel import await_free, collect, send
+from relampago.backends.gluon.channel import send
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
     ROWS,
@@ -39,9 +39,9 @@ def block_at(j, tile, BK: gl.constexpr, ROTATE: gl.constexpr):
 
 @gluon.jit
 def send_values(
-    values, v_desc, stage, phase, at, k0, g, KEYS: gl.constexpr, PACKED: gl.constexpr, v_rest
+    values, v_desc, stage, phase, at, k0, g, BK: gl.constexpr, PACKED: gl.constexpr, v_rest
 ):  # fmt: skip
-    """Values of a block of keys, whose tile has KEYS, in one tile or two; and the next place in the ring.
+    """Values of a block of keys, in one tile or two; and the next place in the ring.
 
     Those of FP8 lie transposed, (B or 1, G, E, columns): see `quant.columns`.
     """
@@ -49,11 +49,11 @@ def send_values(
     if v_desc.block_shape[-2] == 1:
         send(values, v_desc, stage, phase, at, k0, g, PACKED, v_rest)
         HALF: gl.constexpr = v_desc.block_shape[-3]
-        if HALF < KEYS:
+        if HALF < BK:
             stage, phase = advance(stage, phase, SLOTS_V)
             send(values, v_desc, stage, phase, at, k0 + HALF, g, PACKED, v_rest)
     else:
-        await_free(values, stage, phase)
+        mbarrier.wait(values.empty.index(stage), phase)
         bar = values.full.index(stage)
         mbarrier.expect(bar, v_desc.block_type.nbytes)
         if PACKED:
@@ -73,7 +73,6 @@ def send_rows(
 ):  # fmt: skip
     """All loads of a tile, and which is the next."""
     PART: gl.constexpr = ROWS // PACK
-    KEYS: gl.constexpr = k_desc.block_shape[-3]
     g = tile.head // size.group
     row = first_row(tile.row_tile, size, WGS * PART)
     if SCHEDULE == DYNAMIC:
@@ -98,10 +97,10 @@ def send_rows(
         send(keys, k_desc, stage_k, phase_k, tile.k, k0, g, PACKED, k_rest)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         stage_v, phase_v = send_values(
-            values, v_desc, stage_v, phase_v, tile.k, v0, g, KEYS, PACKED, v_rest
+            values, v_desc, stage_v, phase_v, tile.k, v0, g, BK, PACKED, v_rest
         )  # fmt: skip
     stage_v, phase_v = send_values(
-        values, v_desc, stage_v, phase_v, tile.k, k0, g, KEYS, PACKED, v_rest
+        values, v_desc, stage_v, phase_v, tile.k, k0, g, BK, PACKED, v_rest
     )
     return following, stage_k, phase_k, stage_v, phase_v
 
@@ -139,5 +138,3 @@ def produce(
             turn += 1
     if SCHEDULE == DYNAMIC:
         send_end(slots, turn)
-    collect(keys)
-    collect(values)

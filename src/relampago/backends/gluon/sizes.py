@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relampago.backends.gluon.boxes import cut_keys
 from relampago.backends.gluon.schedule import blocks
 from relampago.masks.rules import key_range
 from relampago.plan import Plan
@@ -15,7 +14,6 @@ SHARED = 227 * 1024  # bytes of a block of threads
 WORTH = 0.9  # of the filled share of tiles: from here on packing heads gains too little
 MOST_SPLITS = 64
 START = 1.5  # what a tile costs besides its blocks of keys, in the time of one
-NAMED = 8  # barriers for tiles of rings: see `named`
 COMBINE = 3.0  # what the second kernel costs, likewise
 
 
@@ -163,18 +161,13 @@ def chained(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> int:
 
     With one, O's two halves go through the same room, one after the other.
     """
-    if not plan.chain or plan.halves or cut_keys(plan.block_k)[1]:
+    if not plan.chain or plan.halves:
         return 0
     width, width_v = sum(cut), sum(cut_v)
     if room(plan, width, width_v, 2) <= SHARED:
         return 2
     halves = plan.block_q * (width_v // 2) * 2
     return int(cut_v[1] == 0 and room(plan, width, width_v, 1) + halves <= SHARED)
-
-
-def is_named(plan: Plan) -> bool:
-    """Whether the rings of keys and values are to have named barriers, and there are so many."""
-    return bool(plan.named) and 2 * plan.stages + (1 if plan.halves else 0) <= NAMED
 
 
 def shares(plan: Plan, cut: tuple[int, int], cut_v: tuple[int, int]) -> bool:

@@ -36,7 +36,7 @@ from relampago.backends.gluon.channel import (
     send,
 )
 from relampago.backends.gluon.held import as_held
-from relampago.backends.gluon.named import PAIR, RINGS, arrive, sync
+from relampago.backends.gluon.named import MEETINGS, PAIR, arrive, sync
 from relampago.backends.gluon.sizes import Sides
 from relampago.backends.gluon.sm90_gradients import (
     ROWS,
@@ -127,9 +127,9 @@ def meet(met, buffer, cycle, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.con
     """Until both warpgroups have stored their dS in a buffer."""
     if NAMED:
         if LATE:  # the other one has arrived, this one long since
-            sync(RINGS + buffer * 2 + (1 - WG), PAIR)
+            sync(MEETINGS + buffer * 2 + (1 - WG), PAIR)
         else:
-            sync(RINGS + buffer, PAIR)
+            sync(MEETINGS + buffer, PAIR)
     else:
         mbarrier.wait(met.index(buffer), cycle & 1)
 
@@ -139,7 +139,7 @@ def stored(met, buffer, WG: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexp
     """Tell the other warpgroup that this one's dS is in a buffer."""
     if NAMED:
         if LATE:
-            arrive(RINGS + buffer * 2 + WG, PAIR)
+            arrive(MEETINGS + buffer * 2 + WG, PAIR)
     else:
         mbarrier.arrive(met.index(buffer), count=1)
 

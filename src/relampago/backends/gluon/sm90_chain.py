@@ -86,7 +86,7 @@ def first_weights(
         if (k0 < start) | (k0 + s.shape[1] > end):
             s = hide(s, k0, seen, band, TABLES)
     m = row_max(s, gl.SliceLayout(1, S_L))
-    p, _, l = opened(s, m, m, factor, 0)
+    p, l = opened(s, m, factor)
     return p, m, l
 
 
@@ -164,9 +164,9 @@ def chain(
         for left in range(tile.count - 1, 0, -1):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            acc1, acc2, p16, _, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
-                own1, own2, keys, values, acc1, acc2, p16, stage_k, m, l, alpha, stage_k, phase_k, stage_v, phase_v,
-                k0, masked, seen, band, extra.cap, factor, WG, WGS, BK, 0, D, D2, E, E2, STAGES, S_L, P1, P2,
+            acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
+                own1, own2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
+                masked, seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, TABLES, PINGPONG, PIN, LAZY, free, left == 1,
             )  # fmt: skip
         if not SHARE and not LATE and not HOLD:

@@ -5,10 +5,10 @@ queries, which multiply by WGMMA. While the tensor cores form Sⱼ = Q·Kⱼᵀ 
 softmax of Sⱼ under the second product. Keys are visited from the last block to the first.
 
 The papers' letters: m running maximum (of unscaled scores), l running sum, acc unnormalised output, p weights, s
-scores. Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, BK2 of them in a
-second tile, D/E head dims of keys and values, padded by TMA's zero fill to a power of two or to two of them (D +
-D2, E + E2), PACK heads in a tile's rows. `size` and `band` are `sizes.Size` and `sizes.Sides`, `extra` is
-`launch.Extra`; what is None compiles to nothing.
+scores. Legend: B batch, H query heads, G kv heads, BQ = 64·WGS rows of a tile, BK keys of a block, D/E head
+dims of keys and values, padded by TMA's zero fill to a power of two or to two of them (D + D2, E + E2), PACK heads
+in a tile's rows. `size` and `band` are `sizes.Size` and `sizes.Sides`, `extra` is `launch.Extra`; what is None
+compiles to nothing.
 """
 
 from triton.experimental import gluon
@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma_wait,
 )
 
 from relampago.backends.gluon import schedule
@@ -24,29 +25,22 @@ from relampago.backends.gluon.channel import (
     Channel,
     barriers,
     channel,
-    offer,
     receive,
     release,
     rest_of,
     tiles_of,
 )
 from relampago.backends.gluon.held import block_at, load_block, store_block
-from relampago.backends.gluon.named import RINGS
 from relampago.backends.gluon.producer import produce
 from relampago.backends.gluon.sizes import Sides, Size
 from relampago.backends.gluon.sm90_chain import consume_chained
 from relampago.backends.gluon.sm90_results import place_of, raise_top, store_tile
 from relampago.backends.gluon.sm90_step import (
-    all_capped,
-    all_hidden,
-    await_scores,
     give_turn,
     in_hand,
     let_pass,
-    more_scores,
     next_values,
     opened,
-    operands,
     pass_values,
     release_values,
     scaled,
@@ -61,9 +55,11 @@ from relampago.backends.gluon.sm90_step import (
 from relampago.backends.gluon.softmax import (
     LATER,
     LOG2E,
+    capped,
     exp2,
     finish,
     finite,
+    hide,
     row_max,
 )
 from relampago.backends.gluon.tiles import (
@@ -179,9 +175,7 @@ def consume_apart(
     PACKED: gl.constexpr = extra.cu_q is not None
     TABLES: gl.constexpr = extra.row_start is not None
     PASSES: gl.constexpr = LOOPED and band.right is not None
-    KEYS: gl.constexpr = keys.tiles.shape[-3]
-    BK2: gl.constexpr = BK - KEYS
-    S_L: gl.constexpr = accumulator(KEYS)
+    S_L: gl.constexpr = accumulator(BK)
     O1: gl.constexpr = accumulator(E)
     O2: gl.constexpr = accumulator(E2 if E2 > 0 else E)
     P1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O1, k_width=2)
@@ -221,37 +215,36 @@ def consume_apart(
             passed = unseen(row0, tile, band, PART, BK)
             k0 -= passed * BK
             stage_k, phase_k, stage_v, phase_v = let_pass(
-                passed, keys, values, stage_k, phase_k, stage_v, phase_v, WG, WGS, KEYS, D, E, STAGES, PINGPONG
+                passed, keys, values, stage_k, phase_k, stage_v, phase_v, WG, WGS, BK, D, E, STAGES, PINGPONG
             )  # fmt: skip
 
         # the first block: S and its softmax, with nothing to overlap but the other warpgroups
-        k = receive(keys, stage_k, phase_k, KEYS, D)
+        k = receive(keys, stage_k, phase_k, BK, D)
         if PASSES:  # noqa: SIM102
             if passed > 0:
                 wait_turn(WG, PINGPONG)
-        s = scores(q1, q2, keys, stage_k, k, KEYS, D2, S_L)
-        s2 = more_scores(q1, keys, stage_k, BK2, D)
-        s, s2 = await_scores(s, s2, 0, BK2)
+        s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         if PASSES:  # noqa: SIM102
             if passed > 0:
                 give_turn((WG + 1) % WGS, PINGPONG)
-                stage_v, phase_v = pass_values(values, stage_v, phase_v, KEYS, E)
-        s, s2 = all_capped(s, s2, extra.cap, BK2)
+                stage_v, phase_v = pass_values(values, stage_v, phase_v, BK, E)
+        s = capped(s, extra.cap)
         if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
             if (k0 < start) | (k0 + BK > end):
-                s, s2 = all_hidden(s, s2, k0, seen, band, TABLES, BK2)
-        m = row_max(s, R_L, s2 if BK2 > 0 else None)
+                s = hide(s, k0, seen, band, TABLES)
+        m = row_max(s, R_L)
         if extra.before is not None:
             m = gl.maximum(m, m0)
-        p, p2, l = opened(s, s2, m, factor, BK2)
+        p, l = opened(s, m, factor)
         if extra.before is not None:
             alpha = exp2((m0 - finite(m)) * factor)
             share = gl.convert_layout(alpha / l.shape[1], gl.SliceLayout(1, l.type.layout))
             l += gl.expand_dims(share, 1)
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
-        p16, rest16 = operands(p, p2, DT, P1, BK2)
+        p16 = gl.convert_layout(p.to(DT), P1, assert_trivial=True)
         alpha = gl.full([ROWS], 1.0, gl.float32, R_L)
 
         # one loop, the mask under a branch that a whole warpgroup takes: two successive loops would make LLVM carry
@@ -259,16 +252,14 @@ def consume_apart(
         for _ in range(tile.count - 1 - passed):
             k0 -= BK
             masked = (k0 < start) | (k0 + BK > end)
-            acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
-                q1, q2, keys, values, acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
-                masked, seen, band, extra.cap, factor, WG, WGS, BK, BK2, D, D2, E, E2, STAGES, S_L, P1, P2,
+            acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v = step(
+                q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0,
+                masked, seen, band, extra.cap, factor, WG, WGS, BK, D, D2, E, E2, STAGES, S_L, P1, P2,
                 LOOPED, TABLES, PINGPONG, PIN, LAZY,
             )  # fmt: skip
         if LAZY == LATER:
             acc1, acc2 = scaled(acc1, acc2, alpha, E2)
-        acc1, acc2 = weigh_next(
-            p16, rest16, values, stage_v, phase_v, acc1, acc2, BK, BK2, E, E2, S_L, P1, P2
-        )  # fmt: skip
+        acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
         if not SHARE and not HOLD:
             mbarrier.arrive(queries.empty.index(WG), count=1)
         total = gl.convert_layout(gl.sum(l, axis=1), R_L)
@@ -277,8 +268,8 @@ def consume_apart(
             raise_top(extra.top, m, tile, heads, seen.rows, size, factor, PACK)
         inverse, rows_lse = finish(m, total, factor, extra.sinks, heads)
         acc1, acc2 = settle(acc1, acc2, E2)
-        release_values(values, stage_v, phase_v, KEYS)
-        stage_v, phase_v = next_values(values, stage_v, phase_v, KEYS)
+        release_values(values, stage_v, phase_v, BK)
+        stage_v, phase_v = next_values(values, stage_v, phase_v, BK)
 
         acc1, acc2 = scaled(acc1, acc2, inverse, E2)
         inside = seen.rows < tile.q.length
@@ -317,8 +308,6 @@ def consume(
     SPLIT: gl.constexpr, CHAIN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of every tile of this block of threads."""
-    offer(keys)
-    offer(values)
     if CHAIN > 0:
         consume_chained(
             queries, keys, values, slots, results, o_desc, o_rest, lse, size, band, extra, factor, WG, WGS, BK, D, D2,
@@ -343,14 +332,13 @@ def attend(
     E2: gl.constexpr, PACK: gl.constexpr, STAGES: gl.constexpr, SCHEDULE: gl.constexpr,
     PEELED: gl.constexpr, LOOPED: gl.constexpr, PINGPONG: gl.constexpr,
     PIN: gl.constexpr, LAZY: gl.constexpr, HOLD: gl.constexpr, SHARE: gl.constexpr, SPLIT: gl.constexpr,
-    ROTATE: gl.constexpr, CHAIN: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
-    REGISTERS_PRODUCER: gl.constexpr,
+    ROTATE: gl.constexpr, CHAIN: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """Out and LSE; or, if SPLIT, each split's part of them.
 
     PEELED, LOOPED: whether the first block, and the others, may need a mask. HOLD: Q stays in registers. SHARE: O's
-    tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles of queries in `sm90_chain`, or 0. NAMED:
-    whether rings have named barriers. The default partition takes the registers that the others leave.
+    tile lies where Q's was. ROTATE: see `schedule.turned`. CHAIN: the tiles of queries in `sm90_chain`, or 0. The
+    default partition takes the registers that the others leave.
     Numbers come one by one: in a tuple, each that is 1 or a multiple of 16 would be compiled for apart.
     """
     size = Size(
@@ -359,12 +347,10 @@ def attend(
     band = Sides(offset, left, right, prefix)
     queue: gl.constexpr = CHAIN if CHAIN > 0 else 1
     queries = channel(q_desc, queue * WGS, 1, q_rest)
-    keys = channel(k_desc, STAGES, WGS, k_rest, RINGS if NAMED else 0)
+    keys = channel(k_desc, STAGES, WGS, k_rest)
     # by halves of a block there is a tile more, so that half of the next block's values come early
-    SLOTS_V: gl.constexpr = (
-        STAGES + 1 if v_desc.block_shape[-3] < k_desc.block_shape[-3] else STAGES
-    )
-    values = channel(v_desc, SLOTS_V, WGS, v_rest, RINGS + STAGES if NAMED else 0)
+    SLOTS_V: gl.constexpr = STAGES + 1 if v_desc.block_shape[-3] < BK else STAGES
+    values = channel(v_desc, SLOTS_V, WGS, v_rest)
     results = queries
     WIDE: gl.constexpr = extra.wide is not None
     if not SHARE and not SPLIT and not WIDE:

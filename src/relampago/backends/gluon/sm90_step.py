@@ -18,7 +18,6 @@ from relampago.backends.gluon.softmax import (
     LATER,
     SELDOM,
     Seen,
-    by_row,
     capped,
     exp2,
     finite,
@@ -27,11 +26,10 @@ from relampago.backends.gluon.softmax import (
     here,
     hide,
     part_sum,
-    plus,
     rescaled,
     softmax,
 )
-from relampago.backends.gluon.tiles import ROWS, accumulator, table_at
+from relampago.backends.gluon.tiles import ROWS, table_at
 from relampago.masks import rules
 
 BIG = gl.constexpr(2147483647)
@@ -68,27 +66,6 @@ def scores(
 
 
 @gluon.jit
-def more_scores(q1, keys, stage, BK2: gl.constexpr, D: gl.constexpr):
-    """S of a block's second part under way; where it has none, a number stands for it."""
-    if BK2 > 0:
-        s2 = gl.zeros([ROWS, BK2], gl.float32, accumulator(BK2))
-        k2 = rest_of(keys, stage, BK2, D)
-        return warpgroup_mma(q1, k2.permute((1, 0)), s2, use_acc=False, is_async=True)
-    else:
-        return stage
-
-
-@gluon.jit
-def await_scores(s, s2, LEFT: gl.constexpr, BK2: gl.constexpr):
-    """Wait for S, with so many products under way behind it."""
-    if BK2 > 0:
-        s, s2 = warpgroup_mma_wait(num_outstanding=LEFT, deps=(s, s2))
-    else:
-        s = warpgroup_mma_wait(num_outstanding=LEFT, deps=(s,))
-    return s, s2
-
-
-@gluon.jit
 def in_hand(q, HOLD: gl.constexpr, S_L: gl.constexpr):
     """Queries as a product takes them from registers, which are read anew for no block of keys; or where they lie."""
     if HOLD:
@@ -109,30 +86,6 @@ def weigh(p16, values, stage, v1, acc1, acc2, BK: gl.constexpr, E2: gl.constexpr
 
 
 @gluon.jit
-def all_capped(s, s2, cap, BK2: gl.constexpr):
-    """Softcap, if there is one, of a block's scores."""
-    if BK2 > 0:
-        s2 = capped(s2, cap)
-    return capped(s, cap), s2
-
-
-@gluon.jit
-def all_hidden(s, s2, k0, seen, band, TABLES: gl.constexpr, BK2: gl.constexpr):
-    """A block's scores with -inf where a row does not see a key."""
-    if BK2 > 0:
-        s2 = hide(s2, k0 + s.shape[1], seen, band, TABLES)
-    return hide(s, k0, seen, band, TABLES), s2
-
-
-@gluon.jit
-def operands(p, p2, DT: gl.constexpr, P1: gl.constexpr, BK2: gl.constexpr):
-    """Weights as a product takes them from registers."""
-    if BK2 > 0:
-        p2 = gl.convert_layout(p2.to(DT), P1, assert_trivial=True)
-    return gl.convert_layout(p.to(DT), P1, assert_trivial=True), p2
-
-
-@gluon.jit
 def halves_of(p16, S_L: gl.constexpr, P1: gl.constexpr):
     """P's columns in two halves: a thread's registers, of which none moves."""
     low, high = halves(gl.convert_layout(p16, S_L, assert_trivial=True))
@@ -142,55 +95,52 @@ def halves_of(p16, S_L: gl.constexpr, P1: gl.constexpr):
 
 @gluon.jit
 def weigh_next(
-    p16, rest16, values, stage, phase, acc1, acc2, BK: gl.constexpr, BK2: gl.constexpr, E: gl.constexpr,
-    E2: gl.constexpr, S_L: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
+    p16, values, stage, phase, acc1, acc2, BK: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, S_L: gl.constexpr,
+    P1: gl.constexpr, P2: gl.constexpr,
 ):  # fmt: skip
-    """O += P·V under way as soon as the values are there: in one tile, two of half the keys, or a tile and a rest."""
+    """O += P·V under way as soon as the values are there, in one tile or in two of half the keys."""
     KEYS: gl.constexpr = values.tiles.shape[-3]
     v = receive(values, stage, phase, KEYS, E)
-    if KEYS < BK - BK2:
+    if KEYS < BK:
         low, high = halves_of(p16, S_L, P1)
         acc1, acc2 = weigh(low, values, stage, v, acc1, acc2, KEYS, E2, P2)
         stage, phase = advance(stage, phase, values.tiles.shape[0])
         v = receive(values, stage, phase, KEYS, E)
         acc1, acc2 = weigh(high, values, stage, v, acc1, acc2, KEYS, E2, P2)
     else:
-        acc1, acc2 = weigh(p16, values, stage, v, acc1, acc2, KEYS, E2, P2)
-        if BK2 > 0:
-            v = rest_of(values, stage, BK2, E)
-            acc1 = warpgroup_mma(rest16, v, acc1, is_async=True)
+        acc1, acc2 = weigh(p16, values, stage, v, acc1, acc2, BK, E2, P2)
     return acc1, acc2
 
 
 @gluon.jit
-def release_values(values, stage, phase, KEYS: gl.constexpr):
-    """A block's values, which come in tiles of half as many KEYS or of all, may be overwritten."""
+def release_values(values, stage, phase, BK: gl.constexpr):
+    """A block's values, in one tile or in two, may be overwritten."""
     release(values, stage)
-    if values.tiles.shape[-3] < KEYS:
+    if values.tiles.shape[-3] < BK:
         stage, phase = advance(stage, phase, values.tiles.shape[0])
         release(values, stage)
 
 
 @gluon.jit
-def next_values(values, stage, phase, KEYS: gl.constexpr):
+def next_values(values, stage, phase, BK: gl.constexpr):
     """Where the next block's values are in their ring."""
     SLOTS_V: gl.constexpr = values.tiles.shape[0]
     stage, phase = advance(stage, phase, SLOTS_V)
-    if values.tiles.shape[-3] < KEYS:
+    if values.tiles.shape[-3] < BK:
         stage, phase = advance(stage, phase, SLOTS_V)
     return stage, phase
 
 
 @gluon.jit
-def pass_values(values, stage, phase, KEYS: gl.constexpr, E: gl.constexpr):
+def pass_values(values, stage, phase, BK: gl.constexpr, E: gl.constexpr):
     """Let a block's values pass as soon as they are there; where the next block's are."""
-    TILE: gl.constexpr = values.tiles.shape[-3]
-    receive(values, stage, phase, TILE, E)
-    if TILE < KEYS:
+    KEYS: gl.constexpr = values.tiles.shape[-3]
+    receive(values, stage, phase, KEYS, E)
+    if KEYS < BK:
         rest, rest_phase = advance(stage, phase, values.tiles.shape[0])
-        receive(values, rest, rest_phase, TILE, E)
-    release_values(values, stage, phase, KEYS)
-    return next_values(values, stage, phase, KEYS)
+        receive(values, rest, rest_phase, KEYS, E)
+    release_values(values, stage, phase, BK)
+    return next_values(values, stage, phase, BK)
 
 
 @gluon.jit
@@ -205,18 +155,18 @@ def unseen(row0, tile, band, PART: gl.constexpr, BK: gl.constexpr):
 @gluon.jit
 def let_pass(
     blocks, keys, values, stage_k, phase_k, stage_v, phase_v, WG: gl.constexpr, WGS: gl.constexpr,
-    KEYS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """A tile's first blocks as `step` takes them, but nothing is computed; the last one's values are still to pass."""
     for i in range(blocks):
-        receive(keys, stage_k, phase_k, KEYS, D)
+        receive(keys, stage_k, phase_k, BK, D)
         if i > 0:  # a tile's first block takes no turn
             wait_turn(WG, PINGPONG)
             give_turn((WG + 1) % WGS, PINGPONG)
         release(keys, stage_k)
         stage_k, phase_k = advance(stage_k, phase_k, STAGES)
         if i > 0:
-            stage_v, phase_v = pass_values(values, stage_v, phase_v, KEYS, E)
+            stage_v, phase_v = pass_values(values, stage_v, phase_v, BK, E)
     return stage_k, phase_k, stage_v, phase_v
 
 
@@ -244,24 +194,17 @@ def scaled(acc1, acc2, factor, E2: gl.constexpr):
 
 
 @gluon.jit
-def opened(s, s2, m, factor, BK2: gl.constexpr):
+def opened(s, m, factor):
     """(weights, a row's sum by thread) of the first block of a tile, whose rows' maxima are m."""
-    shift = finite(m) * factor
-    p = exp2(s * factor - gl.expand_dims(shift, 1))
-    l = part_sum(p)
-    p2 = s2
-    if BK2 > 0:
-        S2_L: gl.constexpr = s2.type.layout
-        p2 = exp2(s2 * factor - by_row(shift, S2_L))
-        l = plus(l, p2)
-    return p, p2, l
+    p = exp2(s * factor - gl.expand_dims(finite(m) * factor, 1))
+    return p, part_sum(p)
 
 
 @gluon.jit
 def step(
-    q1, q2, keys, values, acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0, masked,
-    seen, band, cap, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, BK2: gl.constexpr,
-    D: gl.constexpr, D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
+    q1, q2, keys, values, acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v, k0, masked, seen, band,
+    cap, factor, WG: gl.constexpr, WGS: gl.constexpr, BK: gl.constexpr, D: gl.constexpr,
+    D2: gl.constexpr, E: gl.constexpr, E2: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
     P1: gl.constexpr, P2: gl.constexpr, MASKS: gl.constexpr, TABLES: gl.constexpr,
     PINGPONG: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, free=None, last=False,
 ):  # fmt: skip
@@ -271,31 +214,27 @@ def step(
     If there is `free`, a barrier, it is told as soon as the queries are not needed any more, in the step that is the
     `last`.
     """
-    KEYS: gl.constexpr = BK - BK2
-    k = receive(keys, stage_k, phase_k, KEYS, D)
+    k = receive(keys, stage_k, phase_k, BK, D)
     wait_turn(WG, PINGPONG)
-    s = scores(q1, q2, keys, stage_k, k, KEYS, D2, S_L)
-    s2 = more_scores(q1, keys, stage_k, BK2, D)
+    s = scores(q1, q2, keys, stage_k, k, BK, D2, S_L)
     if LAZY == LATER:
         acc1, acc2 = scaled(acc1, acc2, here(alpha), E2)
-    acc1, acc2 = weigh_next(
-        p16, rest16, values, stage_v, phase_v, acc1, acc2, BK, BK2, E, E2, S_L, P1, P2
-    )  # fmt: skip
+    acc1, acc2 = weigh_next(p16, values, stage_v, phase_v, acc1, acc2, BK, E, E2, S_L, P1, P2)
     give_turn((WG + 1) % WGS, PINGPONG == 1)
-    TILES: gl.constexpr = KEYS // values.tiles.shape[-3] + (1 if BK2 > 0 else 0)
-    s, s2 = await_scores(s, s2, 2 * TILES if E2 > 0 else TILES, BK2)
+    PARTS: gl.constexpr = (2 if E2 > 0 else 1) * (BK // values.tiles.shape[-3])
+    s = warpgroup_mma_wait(num_outstanding=PARTS, deps=(s,))
     give_turn((WG + 1) % WGS, PINGPONG == 2)
     release(keys, stage_k)
     if free is not None:
         mbarrier.arrive(free, count=1, pred=last)
-    s, s2 = all_capped(s, s2, cap, BK2)
+    s = capped(s, cap)
     if MASKS:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if masked:
-            s, s2 = all_hidden(s, s2, k0, seen, band, TABLES, BK2)
-    p, p2, m, l, alpha = softmax(s, s2, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY, BK2)
+            s = hide(s, k0, seen, band, TABLES)
+    p, m, l, alpha = softmax(s, m, l, factor, gl.SliceLayout(1, S_L), PIN, LAZY)
     acc1, acc2 = settle(acc1, acc2, E2)
-    release_values(values, stage_v, phase_v, KEYS)
-    p16, rest16 = operands(p, p2, p16.dtype, P1, BK2)
+    release_values(values, stage_v, phase_v, BK)
+    p16 = gl.convert_layout(p.to(p16.dtype), P1, assert_trivial=True)
     if LAZY == SELDOM:
         acc1 = rescaled(acc1, alpha)
         if E2 > 0:
@@ -303,8 +242,8 @@ def step(
     elif LAZY != LATER:
         acc1, acc2 = scaled(acc1, acc2, alpha, E2)
     stage_k, phase_k = advance(stage_k, phase_k, STAGES)
-    stage_v, phase_v = next_values(values, stage_v, phase_v, KEYS)
-    return acc1, acc2, p16, rest16, m, l, alpha, stage_k, phase_k, stage_v, phase_v
+    stage_v, phase_v = next_values(values, stage_v, phase_v, BK)
+    return acc1, acc2, p16, m, l, alpha, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit

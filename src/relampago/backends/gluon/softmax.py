@@ -78,11 +78,8 @@ def here(x):
 
 
 @gluon.jit
-def part_max(s):
-    """[M, 4]: maxima of the elements of a row that one thread holds.
-
-    A tree: gl.max alone would be one chain of dependent steps.
-    """
+def row_max(s, R_L: gl.constexpr):
+    """Maxima of rows. A tree over a thread's own elements: gl.max alone would be one chain of dependent steps."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1] // 8
     x = gl.max(gl.reshape(s, [M, N, 4, 2]), axis=3)
@@ -92,15 +89,7 @@ def part_max(s):
         x = gl.max(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), axis=1)
     if N >= 4:
         x = gl.max(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), axis=1)
-    return gl.max(x, axis=1)
-
-
-@gluon.jit
-def row_max(s, R_L: gl.constexpr, s2=None):
-    """Maxima of rows, of a block's two parts together if it has two."""
-    x = part_max(s)
-    if s2 is not None:
-        x = gl.maximum(x, gl.convert_layout(part_max(s2), x.type.layout, assert_trivial=True))
+    x = gl.max(x, axis=1)
     return gl.convert_layout(gl.max(x, axis=1), R_L, assert_trivial=True)
 
 
@@ -154,7 +143,7 @@ def finite(m):
 
 @gluon.jit
 def by_row(x, S_L: gl.constexpr):
-    """A number for each row, [M, 1], beside scores that may be another part of the block's."""
+    """A number for each row, [M, 1], beside a tile that lies otherwise."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, S_L), assert_trivial=True), 1)
 
 
@@ -252,30 +241,21 @@ def rescaled(acc, factor):
 
 
 @gluon.jit
-def softmax(
-    s, s2, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr, BK2: gl.constexpr
-):  # fmt: skip
+def softmax(s, m, l, factor, R_L: gl.constexpr, PIN: gl.constexpr, LAZY: gl.constexpr):
     """Algorithm 1, lines 9 and 10: weights of this block; m, l, and what earlier sums shrink by.
 
     LAZY, if SELDOM: a maximum that grew by less than STALE in base 2 stays (FlashAttention-4): weights reach 2^STALE
     then, which the sums, in fp32, and a division at the end take as well as 1.
     """
-    m_new = gl.maximum(m, row_max(s, R_L, s2 if BK2 > 0 else None))
+    m_new = gl.maximum(m, row_max(s, R_L))
     if LAZY == SELDOM:
         m_new = gl.where((m_new - m) * factor > STALE, m_new, m)
     shift = finite(m_new)
     alpha = exp2((m - shift) * factor)
-    p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK - BK2]
+    p = exp2(s * factor - gl.expand_dims(shift * factor, 1))  # [64, BK]
     alpha4 = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
-    l = pinned(l * gl.expand_dims(alpha4, 1), p, 0 if BK2 > 0 and PIN == 1 else PIN)  # [64, 4]
-    p2 = s2
-    if BK2 > 0:
-        S2_L: gl.constexpr = s2.type.layout
-        p2 = exp2(s2 * factor - by_row(shift * factor, S2_L))
-        l = plus(l, p2)
-        if PIN == 1:
-            l = pin(l)
-    return p, p2, m_new, l, alpha
+    l = pinned(l * gl.expand_dims(alpha4, 1), p, PIN)  # [64, 4]
+    return p, m_new, l, alpha
 
 
 @gluon.jit
