@@ -156,6 +156,7 @@ def leads(row: Row) -> bool:
 LEADING = [pytest.param(row, id=str(i)) for i, row in enumerate(TABLE) if leads(row)]
 EACH = list({dims(p.values[0]): p for p in LEADING}.values())  # of forms that take every row alike
 FEW = first_of_each(EACH[::-1], "block_q")
+CAUSAL = [p for p in LEADING if dict(p.values[0].when).get("right")]
 PAIRS = [
     pytest.param(row, mask, id=f"{i}-{mask}")
     for i, row in enumerate(TABLE)
@@ -170,6 +171,14 @@ def test_rows_compile(monkeypatch, row, mask) -> None:
     check(
         build(monkeypatch, row.plan, arrays(row, mask)), row.plan, outside=of_mask(row.plan, mask)
     )
+
+
+@pytest.mark.parametrize("row", spared(CAUSAL, CAUSAL[:1]))
+def test_first_mask_waits_for_its_scores(monkeypatch, row) -> None:
+    """Decided before, it would be kept in bits: some 240 instructions before S is there, and as many more after it."""
+    sass = disassembled(build(monkeypatch, row.plan, arrays(row, "causal")))
+    first = next(i for i, line in enumerate(sass) if "HGMMA" in line)
+    assert next(i for i, line in enumerate(sass[first:]) if "WARPGROUP.DEPBAR" in line) < 150
 
 
 @pytest.mark.parametrize(("len_q", "len_k"), [(1, 1), pinned(1, 500), pinned(500, 1)])
