@@ -40,26 +40,35 @@ def test_with_free_links_only_balance_counts(size) -> None:
 
 
 MEASURED = load("h200/ring-one-gpu.json")
-APART = 0.07  # one device's own forward on 64k tokens in that file: 50.8 ms in one row, 54.3 in the other
+ALONE = [
+    row["one_ms"]["forward"]
+    for row in MEASURED["rows"]
+    if (row["tokens"], row["window"]) == (65536, None)
+]
+APART = (
+    max(ALONE) / min(ALONE) - 1
+)  # of one and the same call in that file: the power limit moves the clock
 CARD = MACHINES["h200"]._replace(fast=1e30, slow=1e30, latency=0.0, name="an H200 without links")
 
 
-@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: f"{row['ranks']} ranks")
+RINGS = [row for row in MEASURED["rows"] if row["strategy"] == "ring" and row["tokens"] >= 65536]
+
+
+@pytest.mark.parametrize("row", RINGS, ids=lambda row: f"{row['ranks']} ranks, {row['tokens']}")
 def test_the_model_says_what_one_card_measured(row) -> None:
-    """One call on the whole, and the steps of all virtual ranks together: computing, no links."""
-    for ranks, times in (
-        (1, {way: row["one_ms"][way] for way in ("forward", "backward")}),
-        (row["ranks"], {way: row["sum"][f"{way}_ms"] for way in ("forward", "backward")}),
+    """One call on the whole, and the steps of all virtual ranks together: computing, no links, both ways."""
+    for ranks, measured in (
+        (1, sum(row["one_ms"].values())),
+        (row["ranks"], row["sum"]["forward_ms"] + row["sum"]["backward_ms"]),
     ):
-        found = modelled(row["strategy"], ranks, row["tokens"], machine=CARD, causal=True)
-        for way, measured in times.items():
-            said = getattr(found, way) * 1e3 * ranks
-            assert said == pytest.approx(measured, rel=APART), (ranks, way)
+        found = modelled("ring", ranks, row["tokens"], machine=CARD, causal=True)
+        said = (found.forward + found.backward) * 1e3 * ranks
+        assert said == pytest.approx(measured, rel=APART), ranks
 
 
 def test_the_machine_is_the_measured_one() -> None:
     """Rates of the long causal shape in the sweeps, each of another day and with 16 heads on 16; memory."""
-    forward = tables.forward_rates(tables.FORWARD[0])["ours", 128, 128, True, 1, 32768]
+    forward = tables.of_first_run(128, 128, True, 1, 32768)["ours"]
     plan = tables.BACKWARD[128, 1][-1]
     backward = tables.backward_rates(tables.BACKWARD_RUNS[0])[128, 1, 1, 32768, plan]
     machine = MACHINES["h200"]
