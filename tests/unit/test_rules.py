@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relampago.masks.rules import full_range, key_range, query_range, visible
+from relampago.masks.rules import full_range, key_range, query_range, run_of, visible
 
 side = st.none() | st.integers(0, 30)
 bands = st.tuples(st.integers(-30, 30), side, side, st.none() | st.integers(0, 30))
@@ -51,3 +51,11 @@ def test_key_range_is_tight_for_one_row(band, len_q, len_k, row) -> None:
             assert start == int(seen[0])
     else:
         assert band[3] is not None or start >= end
+
+
+@settings(max_examples=200, deadline=None)
+@given(bands, st.integers(1, 25), st.integers(1, 25))
+def test_what_a_row_sees_is_one_run(band, len_q, len_k) -> None:
+    start, end = run_of(torch.arange(len_q)[:, None], len_k, *band)
+    keys = torch.arange(len_k)[None]
+    assert torch.equal((keys >= start) & (keys < end), grid(len_q, len_k, band))

@@ -51,6 +51,20 @@ def visible(q, k, offset, left, right, prefix):
     return seen
 
 
+def run_of(q, len_k, offset, left, right, prefix):
+    """Keys [start, end) that row q sees, tables aside: `visible` as a run; a start below 0 is one of 0."""
+    start = q * 0
+    end = start + len_k
+    if left is not None:
+        start = q + (offset - left)
+    if right is not None:
+        stop = q + (offset + right + 1)
+        if prefix is not None:
+            stop = stop + (prefix - stop) * (stop < prefix)
+        end = end + (stop - end) * (stop < end)
+    return start, end
+
+
 def key_range(q_first, q_last, len_k, offset, left, right, prefix):
     """Keys [start, end) outside of which no row in q_first..q_last sees anything."""
     start = 0

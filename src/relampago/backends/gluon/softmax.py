@@ -18,6 +18,7 @@ MAXIMA = gl.constexpr(8)  # pinned: the maxima alone, not the weights
 LATER = gl.constexpr(2)  # always, under the next scores
 
 full_range = gluon.jit(rules.full_range)
+run_of = gluon.jit(rules.run_of)
 
 
 @aggregate
@@ -172,9 +173,7 @@ def hide(s, k0, seen, band, TABLES: gl.constexpr):
     QUADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, ALL))
     quad = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS)), 0)
     rows = by_row(seen.rows, QUADS)
-    start, end = full_range(
-        rows, rows, seen.len_k + rows * 0, seen.offset, band.left, band.right, band.prefix
-    )
+    start, end = run_of(rows, seen.len_k, seen.offset, band.left, band.right, band.prefix)
     if TABLES:
         start = gl.maximum(by_row(seen.start, QUADS), start)
         end = gl.minimum(by_row(seen.end, QUADS), end)
