@@ -29,7 +29,7 @@ from relampago.backends.gluon.named import TURNS
 SHARED = 227 * 1024
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 TABLE_SPILLS = 40  # of three warpgroups, whose masks also hold each row's run of keys
-NEWEST_SPILLS = {192: 400, 128: 64}  # bytes of a thread, by block_q: ptxas 13 is less lucky than 12
+NEWEST_SPILLS = {192: 400, 128: 96}  # bytes of a thread, by block_q: ptxas 13 is less lucky than 12
 NEWEST_PARTIAL = {
     False: 120,
     True: 216,
