@@ -50,8 +50,10 @@ def first_weights(
     """(p, m, l) of a tile's first block."""
     TABLES: gl.constexpr = extra.row_start is not None
     s = capped_scores(s, factor, extra.cap)
-    if PEELED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
-        if (k0 < start) | (k0 + s.shape[1] > end):
+    if PEELED:
+        if extra.cap is not None:  # behind softcap's long chain a branch would spill the scores
+            s = hide(s, k0, seen, band, TABLES)
+        elif (k0 < start) | (k0 + s.shape[1] > end):
             s = hide(s, k0, seen, band, TABLES)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_L))
     p, m = weights(s, m, factor, extra.cap, S_L)
