@@ -51,7 +51,7 @@ def first_weights(
     TABLES: gl.constexpr = extra.row_start is not None
     s = capped_scores(s, factor, extra.cap)
     if PEELED:
-        if extra.cap is not None:  # behind softcap's long chain a branch would spill the scores
+        if extra.cap is not None:  # noqa: SIM114 - softcap's long chain and a branch would spill the scores
             s = hide(s, k0, seen, band, TABLES)
         elif (k0 < start) | (k0 + s.shape[1] > end):
             s = hide(s, k0, seen, band, TABLES)

@@ -71,7 +71,8 @@ def measure(cell: Cell, say: Callable[[str], None] = lambda stage: None) -> dict
         say(now)
 
     try:
-        return _measure(cell, tell)
+        with marks_set_once():
+            return _measure(cell, tell)
     except torch.OutOfMemoryError as error:
         held = torch.cuda.memory_allocated() if cell.device == "cuda" else None
         return {"out_of_memory": str(error).splitlines()[0], "stage": stage, "held": held}
@@ -128,6 +129,18 @@ def _measure(cell: Cell, tell: Callable[[str], None]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def marks_set_once() -> contextlib.AbstractContextManager[object]:
+    """Lets Dynamo compile checkpointed layers of Transformers with kernels >= 0.19.
+
+    It marks functions that may be exchanged by a variable, set for the length of a layer's call. Dynamo sees it when it
+    traces the forward; what a checkpoint makes again needs no mark, and Dynamo refuses one unless told so.
+    """
+    import torch._dynamo.config as dynamo  # with torch >= 2.10; before, there is nothing to tell
+
+    once = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    return dynamo.patch({once: True}) if hasattr(dynamo, once) else contextlib.nullcontext()
+
+
 def cpu_growth(step: Callable[[], object]) -> int | None:
     """Bytes by which a step makes this process grow at its peak; None where the system does not say."""
     with contextlib.suppress(OSError):
@@ -158,9 +171,7 @@ def build(cell: Cell) -> Any:
         now = getattr(model, "activation_checkpointing_enable", None)  # the newer name
         (now or model.gradient_checkpointing_enable)(words)
     if cell.compiled:
-        layers = (
-            model.model.layers
-        )  # whole calls: with the checkpoint, whatever part of a call makes it
+        layers = model.model.layers  # whole calls: with the checkpoint, whatever part makes it
         for place, layer in enumerate(layers):  # one graph serves them all
             layers[place] = torch.compile(layer, fullgraph=True)
     return model
