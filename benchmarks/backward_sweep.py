@@ -62,24 +62,40 @@ variant("d64-apart0", 64, P(128, 128, 2), det=True)
 variant("d64-apart0p", 64, P(128, 128, 2), P(128, 128, 3, pin=1), det=True)
 variant("d64-apart1-k64", 64, P(64, 128, 4, ahead=1), P(128, 64, 6), det=True)
 variant("d64-apart1-k64p", 64, P(64, 128, 6, ahead=1), P(128, 64, 6, pin=1), det=True)
+IN_ORDER = dict(fused=1, ordered=1, schedule=2)
+variant("d64-order-f0n", 64, P(64, 128, 4, pingpong=1, **IN_ORDER), det=True)
+variant("d64-order-f2", 64, P(64, 128, 4, ahead=2, **IN_ORDER), det=True)
+variant("d64-order-f2n", 64, P(64, 128, 4, ahead=2, pingpong=1, **IN_ORDER), det=True)
+variant("d128-order-f0", 128, P(64, 128, 2, **IN_ORDER), det=True)
+variant("d128-order-f2n", 128, P(64, 128, 2, ahead=2, pingpong=1, **IN_ORDER), det=True)
+variant("d128-order-f3n", 128, P(64, 128, 2, ahead=3, pingpong=1, **IN_ORDER), det=True)
 
 # name -> (b, lq, lk, h, g, d or None, dv or None, dtype, options)
 CHECKS = {
     "full": (2, 1024, 1024, 3, 3, None, None, "bfloat16", {"plain": True}),
     "causal-ragged": (2, 777, 1000, 4, 1, None, None, "bfloat16", {"right": 0}),
 }
+FORMS = {
+    "fp16": (2, 500, 500, 4, 2, None, None, "float16", {"right": 0}),
+    "window-ragged": (1, 900, 700, 2, 2, None, None, "bfloat16", {"left": 100, "right": 30}),
+    "blind": (2, 1500, 300, 4, 2, None, None, "bfloat16", {"right": 0}),
+    "softcap": (1, 500, 500, 2, 2, None, None, "bfloat16", {"right": 0, "cap": 5.0}),
+    "sinks": (1, 500, 500, 2, 2, None, None, "bfloat16", {"right": 0, "sinks": True}),
+    "wide-out": (2, 300, 400, 4, 2, None, None, "bfloat16", {"right": 0, "wide": True}),
+    "packed-causal": (7, 0, 0, 4, 2, None, None, "bfloat16", {"packed": True, "right": 0}),
+}
+MANY = {  # more tiles than multiprocessors, so that blocks of threads draw several
+    "many-full": (3, 2100, 2000, 16, 16, None, None, "bfloat16", {}),
+    "many-window": (2, 3000, 3000, 16, 4, None, None, "bfloat16", {"left": 700, "right": 0}),
+}
 DEEP = {
     "d256-twins": {
-        "fp16": (2, 500, 500, 4, 2, None, None, "float16", {"right": 0}),
-        "window-ragged": (1, 900, 700, 2, 2, None, None, "bfloat16", {"left": 100, "right": 30}),
-        "blind": (2, 1500, 300, 4, 2, None, None, "bfloat16", {"right": 0}),
-        "softcap": (1, 500, 500, 2, 2, None, None, "bfloat16", {"right": 0, "cap": 5.0}),
-        "sinks": (1, 500, 500, 2, 2, None, None, "bfloat16", {"right": 0, "sinks": True}),
-        "wide-out": (2, 300, 400, 4, 2, None, None, "bfloat16", {"right": 0, "wide": True}),
-        "packed-causal": (7, 0, 0, 4, 2, None, None, "bfloat16", {"packed": True, "right": 0}),
+        **FORMS,
         "d192": (1, 500, 600, 4, 2, 192, 192, "bfloat16", {"right": 0}),
         "d192-128": (1, 500, 600, 4, 2, 192, 128, "bfloat16", {"right": 0}),
     },
+    "d64-order-f2n": {**FORMS, **MANY},
+    "d128-order-f3n": {**FORMS, **MANY},
 }
 LENS = [3, 1300, 0, 200, 1, 77, 640]
 BENCH = {

@@ -30,6 +30,8 @@ class Plan:
         stages: depth of the software pipeline (GPU).
         tma: 1 to load tiles by TMA where they lie dense (sm90 and newer), 2 to add up dQ by it too.
         fused: 1 if the backward's kernel over keys may also add up dQ, atomically (GPU).
+        ordered: 1 if it adds up dQ in the order of the keys where sums are to be deterministic, and no kernel of its
+            own does (gluon; see sm90_order.py).
         split: 1 if dK and dV take a launch each, with twice the registers (GPU, large head dims).
         schedule: who hands out tiles: 0 the hardware, 1 a fixed rule, 2 a counter (gluon; see its schedule.py).
         pingpong: whether warpgroups take turns at issuing their products: 1 the next may when these are issued, 2 when
@@ -57,6 +59,7 @@ class Plan:
     stages: int = 2
     tma: int = 0
     fused: int = 0
+    ordered: int = 0
     split: int = 0
     schedule: int = 0
     pingpong: int = 0

@@ -198,8 +198,14 @@ def _atomic_add(pointer: Pointer, value: Any, sem: str, mask: Any = True) -> Any
         at = torch.from_numpy(pointer.at[keep])
         pointer.a.index_add_(0, at, torch.from_numpy(value.a[keep]).to(pointer.a.dtype))
         return None
-    old = int(pointer.a[0])
-    pointer.a[0] += value
+    old = int(pointer.a[pointer.at])
+    if value == 0:  # a question, which is asked again and again until the answer is another one
+        asked = pointer.a.data_ptr(), pointer.at, old
+        if M.here.asked == asked:
+            M.scheduler.pause(lambda: int(pointer.a[pointer.at]) != old)
+            old = int(pointer.a[pointer.at])
+        M.here.asked = pointer.a.data_ptr(), pointer.at, old
+    pointer.a[pointer.at] += value
     return old
 
 
@@ -224,7 +230,7 @@ def _specialize(partitions: list[Any], warps: list[int], registers: list[int]) -
     def body(function: Any, args: tuple[Any, ...]) -> Any:
         def run() -> None:
             M.here.program, M.here.programs, M.here.named = program, programs, named
-            M.here.products, M.here.stores = [], []
+            M.here.products, M.here.stores, M.here.asked = [], [], None
             function(*args)
             assert not M.here.products
             assert all(store.done for store in M.here.stores)

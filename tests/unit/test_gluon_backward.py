@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
+import types
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,9 +18,10 @@ from unit.test_gluon_protocol import arrays, packed
 
 import relampago as rl
 from relampago import op
-from relampago.backends.gluon import GluonSm90
+from relampago.backends.gluon import GluonSm90, schedule
 from relampago.backends.reference import attend
 from relampago.distributed import ContextParallelPlan, Simulation
+from relampago.masks import rules
 from relampago.masks.rules import Band
 from relampago.mods import softcap
 from relampago.plan import Plan
@@ -26,7 +29,7 @@ from relampago.problem import Arrays, Grads, Saved, Sums, Wanted
 
 MODULES = (
     *FORWARD, "boxes", "combine", "counter", "sizes",
-    "launch", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins", "sm90_queries",
+    "launch", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_order", "sm90_backward", "sm90_twins", "sm90_queries",
     "backward_launch",
 )  # fmt: skip
 
@@ -60,6 +63,12 @@ KEYS = {
         (64, 0, 3, 0, 0), (64, 1, 0, 0, 1), (64, 1, 3, 1, 1), (128, 1, 2, 0, 1), (64, 0, 3, 0, 1),
     )
 }  # fmt: skip
+ORDERED = {
+    f"{rows}-{ahead}-{'named' if named else 'met'}": plan(
+        rows, 128, fused=1, ordered=1, ahead=ahead, pingpong=named, schedule=drawn
+    )
+    for rows, ahead, named, drawn in ((64, 2, 1, 2), (64, 3, 1, 0), (128, 0, 0, 2))
+}  # tiles are drawn in any case
 TWINS = {"twins": plan(64, 64)}
 PLANS = {**KEYS, **TWINS}
 QUERIES = plan(128, 64)
@@ -186,6 +195,82 @@ def test_deterministic_to_the_bit(launcher) -> None:
     for seed in range(1, 4):
         again = check(launcher, x, KEYS["64-fused-2-met"], seed, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize("name", ["64-2-named", "64-3-named"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_sums_in_order(launcher, case, name) -> None:
+    check(launcher, replace(arrays(case), dtype=torch.float32), ORDERED[name], deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("programs", "tiles", "name"),
+    [(1, 2, "64-3-named"), (3, 2, "64-2-named"), (3, 1, "128-0-met"), (100, 1, "64-2-named")],
+)
+def test_sums_in_order_of_packed_sequences(launcher, monkeypatch, name, programs, tiles) -> None:
+    """With few blocks of threads, and one for each tile."""
+    monkeypatch.setattr(launcher, "tiles_of_keys", lambda *_: tiles)
+    device = types.SimpleNamespace(multiprocessors=programs)
+    monkeypatch.setattr(launcher, "Device", types.SimpleNamespace(of=lambda _: device))
+    for band in (Band(), Band(0, None, 0), Band(5, 150, 3)):
+        x = packed([3, 130, 0, 200, 1], [3, 330, 4, 0, 260], band, dtype=torch.float32)
+        check(launcher, x, ORDERED[name], 1, deterministic=True)
+
+
+def found_over_seeds(launcher: Any, case: dict[str, Any], p: Plan) -> set[bytes]:
+    """The gradients' bits, over schedules of the threads; each draw is another order of blocks of threads as well."""
+    x = replace(arrays({**case, "b": 2, "h": 4, "g": 2}), dtype=torch.float32)
+    grads = [check(launcher, x, p, seed, deterministic=True)[:3] for seed in range(4)]
+    return {b"".join(g.numpy().tobytes() for g in each) for each in grads}
+
+
+@pytest.mark.parametrize("name", ["64-2-named", "64-3-named"])
+@pytest.mark.parametrize(
+    "case",
+    [{"lq": 200, "lk": 600}, {"lq": 300, "lk": 500, "causal": True}, {"lq": 300, "lk": 600, "left": 200}],
+    ids=["full", "causal", "window"],
+)  # fmt: skip
+def test_sums_in_order_are_equal_to_the_bit(launcher, case, name) -> None:
+    assert len(found_over_seeds(launcher, case, ORDERED[name])) == 1
+
+
+def test_without_turns_they_are_not(launcher, monkeypatch) -> None:
+    kernel = sys.modules["relampago.backends.gluon.sm90_backward"]
+    monkeypatch.setattr(kernel, "await_turn", lambda order, n: None)
+    assert len(found_over_seeds(launcher, {"lq": 200, "lk": 600}, ORDERED["64-2-named"])) > 1
+
+
+@pytest.mark.parametrize("lost", ["tell_added", "release"])
+def test_a_turn_that_is_not_passed_on_is_a_deadlock(launcher, monkeypatch, lost) -> None:
+    """Also in a warp that keeps the order and does not give its tile's number back."""
+    where = {"tell_added": "sm90_backward", "release": "sm90_order"}[lost]
+    kernel = sys.modules[f"relampago.backends.gluon.{where}"]
+    monkeypatch.setattr(kernel, lost, lambda *_: None)
+    with pytest.raises(Deadlock):
+        check(
+            launcher, arrays({"lq": 320, "lk": 900}), ORDERED["64-2-named"], 0, deterministic=True
+        )
+
+
+def test_a_tile_knows_how_many_add_before_it() -> None:
+    """Those that visit a block of rows are neighbours, for any bounds; it counts from the first."""
+    bounds = itertools.product((None, -3, 0, 2, 7), (None, -4, 0, 5), (None, 0, 3, 9))
+    for left, right, prefix in bounds:
+        if prefix is not None and right is None:
+            continue
+        for lq, lk, shift in itertools.product((1, 4, 9), (1, 7, 13), (-3, 0, 5)):
+            offset = lk - lq + shift
+            visits: dict[int, list[int]] = {}
+            for k0 in range(0, lk, 4):
+                last = min(k0 + 4, lk) - 1
+                start, end = rules.query_range(k0, last, lq, offset, left, right, prefix)
+                if start < end:
+                    first, n = schedule.blocks(start, end, 2)
+                    for block in range(first, first + n):
+                        visits.setdefault(2 * block, []).append(k0)
+            for row, keys in visits.items():
+                before = [schedule.adders_before(k0, row, offset, left, 4) for k0 in keys]
+                assert before == list(range(len(keys)))
 
 
 def longer(t: torch.Tensor) -> torch.Tensor:

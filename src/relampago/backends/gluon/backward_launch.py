@@ -104,19 +104,28 @@ def backward(
         return _nothing(x, saved, dlse)
     if is_held(x):
         return _of_held(plan, x, saved, dout)
-    fused = bool(plan.fused) and not deterministic
+    ordered = deterministic and in_order(plan, x)
+    if ordered:
+        plan = replace(plan, schedule=schedule.DYNAMIC)
+    fused = bool(plan.fused) and (ordered or not deterministic)
     work = work_of(x, dout)
     sums = sums_of(work) if fused else None
-    _prepare(work, plan, saved, dlse, sums)
+    counts = counts_of(work, plan) if ordered else None
+    _prepare(work, plan, saved, dlse, sums, counts)
     dq = dk = dv = None
     if wanted.k or wanted.v or fused:
-        dk, dv = _by_keys(work, plan, x, sums)
+        dk, dv = _by_keys(work, plan, x, sums, counts)
     if sums is not None:
         dq = _converted(work, plan, x, sums, None if x.sums is None else x.sums.q)
     elif wanted.q:
         dq = _by_queries(work, by_query, x)
     dsinks = None if x.sinks is None else _sink_gradient(work, x)
     return Grads(dq, dk, dv, None, dsinks)
+
+
+def in_order(plan: Plan, x: Arrays) -> bool:
+    """Whether tiles of keys can add to dQ in their order; not where rows have runs of keys of their own."""
+    return bool(plan.fused and plan.ordered) and x.band.row_start is None
 
 
 def is_held(x: Arrays) -> bool:
@@ -162,6 +171,12 @@ def sums_of(work: Work) -> Tensor:
     """Room for dQ."""
     rows = work.top.shape[1]
     return torch.empty(rows * work.widths[0], dtype=torch.float32, device=work.q.device)
+
+
+def counts_of(work: Work, plan: Plan) -> Tensor:
+    """Room for how many tiles of keys have added to each block of rows."""
+    blocks = work.top.shape[1] // plan.block_q
+    return torch.empty(blocks, dtype=torch.int32, device=work.q.device)
 
 
 def work_of(x: Arrays, dout: Tensor, filled: tuple[Tensor, Tensor] | None = None) -> Work:
@@ -214,8 +229,9 @@ def _tables(extra: Extra, size: Size, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(
-    work: Work, plan: Plan, saved: Saved, dlse: Tensor | None, sums: Tensor | None
-) -> None:
+    work: Work, plan: Plan, saved: Saved, dlse: Tensor | None, sums: Tensor | None,
+    counts: Tensor | None = None,
+) -> None:  # fmt: skip
     width, width_v = work.widths
     if saved.delta is None:
         known = None
@@ -229,14 +245,16 @@ def _prepare(
     batch = _batch(work)
     launch(
         prepare, tiles * work.size.heads * batch, PLAIN, out, dout, saved.lse.contiguous(),
-        None if dlse is None else dlse.contiguous(), known, work.top, work.delta, sums, *strides,
+        None if dlse is None else dlse.contiguous(), known, work.top, work.delta, sums, counts, *strides,
         *work.size._replace(tiles=tiles), *work.sides, work.extra, rows, plan.block_q, width,
         width_v, saved.out.shape[-1],
     )  # fmt: skip
 
 
-def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dK and dV; the sums of dQ too, if there are."""
+def _by_keys(
+    work: Work, plan: Plan, x: Arrays, sums: Tensor | None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dK and dV; the sums of dQ too, if there are, in order if blocks of rows have counters."""
     width, width_v = work.widths
     size, (_, longest) = work.size, work.longest
     batch, kv_heads = _batch(work), size.heads // size.group
@@ -261,14 +279,15 @@ def _by_keys(work: Work, plan: Plan, x: Arrays, sums: Tensor | None) -> tuple[Te
             plan.stages, *masks, *REGISTERS,
         )  # fmt: skip
     else:
+        tiles = tiles_of_keys(plan, width, width_v, sums is not None)
         drawn = plan.schedule == schedule.DYNAMIC
         if drawn:
             grid = min(grid, Device.of(work.q.device).multiprocessors)
         launch(
             by_keys, grid, plan, q, dout, k, v, dk_desc, dv_desc, dk_wide, dv_wide, *facts, sums,
-            counter(work.q.device) if drawn else work.top, work.factor, work.scale, *size, *work.sides, work.extra,
-            plan.block_q, width, width_v, plan.stages, tiles_of_keys(plan, width, width_v, sums is not None),
-            plan.schedule, sums is not None, plan.ahead, bool(plan.pingpong), *masks, *REGISTERS,
+            counter(work.q.device) if drawn else work.top, counts, work.factor, work.scale, *size, *work.sides,
+            work.extra, plan.block_q, width, width_v, plan.stages, tiles, plan.schedule, sums is not None, plan.ahead,
+            bool(plan.pingpong), *masks, *REGISTERS,
         )  # fmt: skip
     return _narrowed(dk, x.k), _narrowed(dv, x.v)
 

@@ -41,6 +41,17 @@ def blocks(start, end, BK):
     return first, last - first
 
 
+def adders_before(first_key, row, offset, left, BK):
+    """How many tiles of BK keys before the one from `first_key` on see rows of the block that begins at a row.
+
+    All of those between the first key that the row sees and this one, since bounds move along with the rows.
+    """
+    first = 0
+    if left is not None:
+        first = max(row + offset - left, 0) // BK
+    return first_key // BK - first
+
+
 def share(first, count, split, splits, beyond):
     """(first block, number of blocks) of a split: as many as another's, or one more.
 

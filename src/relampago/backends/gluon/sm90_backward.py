@@ -9,12 +9,16 @@ Scores lie as [keys, rows], so that weights are the left operand of dV and dK as
 through shared memory: each warpgroup forms its half of the block's dQ over all 128 keys, and adds it to sums in global
 memory, in the order in which its threads hold it: 512 bytes an instruction of a warp.
 
+`counts`: of blocks of rows, if tiles are to add to dQ in the order of their keys (`sm90_order`); tiles are drawn then.
+
 SCHEDULE: a block of threads takes one tile, or draws tiles from a counter until there are none: rows of the next tile
 are then on their way while this one ends, and its keys and values too where TILES of them fit.
 
 AHEAD, bits: 1 the next block's S is issued under this block's dK; 2 dQ is formed a block late, so that the warpgroups
 need not meet in every block.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,6 +57,7 @@ from relampago.backends.gluon.sm90_gradients import (
     slope,
     write,
 )
+from relampago.backends.gluon.sm90_order import Order, await_turn, keep_order, order_of, tell_added
 from relampago.backends.gluon.softmax import capped, exp2
 from relampago.backends.gluon.tiles import (
     DYNAMIC,
@@ -66,60 +71,138 @@ from relampago.backends.gluon.tiles import (
 )
 
 
+class Shared(NamedTuple):
+    """Shared memory of a block of threads: rings of tiles, and what its warps tell one another."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    tops: Any  # by the stages of q
+    deltas: Any  # by those of do
+    slots: Any
+    scores: Any  # dS
+    met: Any
+    end: Any
+    order: Any
+
+
+class From(NamedTuple):
+    """TMA's views of what is read."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    top: Any
+    delta: Any
+
+
+class Into(NamedTuple):
+    """Where gradients go: TMA's views, pointers in fp32, and the sums of dQ."""
+
+    dk: Any
+    dv: Any
+    wide_k: Any
+    wide_v: Any
+    sums: Any
+
+
+class Call(NamedTuple):
+    """Numbers and tables of a call."""
+
+    factor: Any  # of scores, in base 2
+    scale: Any  # of dK
+    size: Any
+    band: Any
+    extra: Any
+
+
 @gluon.jit
 def send_tile(
-    number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc, v_desc,
-    top_desc, delta_desc, counter, size, band, extra, BQ: gl.constexpr, STAGES: gl.constexpr,
+    number, turn, stage, phase, shared, source, counter, call, BQ: gl.constexpr, STAGES: gl.constexpr,
     TILES: gl.constexpr, SCHEDULE: gl.constexpr,
 ):  # fmt: skip
     """A tile's keys and values once, then rows of every head of the group; and which tile is next."""
+    size, band, extra, order = call.size, call.band, call.extra, shared.order
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, _, first, n = key_tile(number, size, band, extra, BQ, 2 * ROWS)
-    begin = first_turn(k0, first, n, band, BQ)
+    g, k0, q_at, k_at, _, first, n, _ = key_tile(number, size, band, extra, BQ, 2 * ROWS)
+    begin = first_turn(k0, first, n, band, BQ, order.counts is None)
     block, head = begin, g * size.group
     place = turn % TILES * 2
     free = turn // TILES & 1 ^ 1
     following = number
     if SCHEDULE == DYNAMIC:
-        send_number(slots, turn, number)
-        following = draw(counter, size.tiles * size.places)
-    send(keys, k_desc, place, free, k_at, k0, g, PACKED)
-    send(keys, k_desc, place + 1, free, k_at, k0 + ROWS, g, PACKED)
+        send_number(shared.slots, turn, number)
+        following = draw_next(counter, order, size)
+    send(shared.k, source.k, place, free, k_at, k0, g, PACKED)
+    send(shared.k, source.k, place + 1, free, k_at, k0 + ROWS, g, PACKED)
     for i in range(n * size.group):
         base = row_base(q_at, head, size, PACKED)
         row = block * BQ
-        send_rows(queries, tops, q_desc, top_desc, stage, phase, q_at, row, head, base, PACKED)
+        send_rows(
+            shared.q, shared.tops, source.q, source.top, stage, phase, q_at, row, head, base, PACKED
+        )  # fmt: skip
         if i == 0:
-            send(values, v_desc, place, free, k_at, k0, g, PACKED)
-            send(values, v_desc, place + 1, free, k_at, k0 + ROWS, g, PACKED)
-        send_rows(douts, deltas, do_desc, delta_desc, stage, phase, q_at, row, head, base, PACKED)
+            send(shared.v, source.v, place, free, k_at, k0, g, PACKED)
+            send(shared.v, source.v, place + 1, free, k_at, k0 + ROWS, g, PACKED)
+        send_rows(
+            shared.do, shared.deltas, source.do, source.delta, stage, phase, q_at, row, head, base, PACKED
+        )  # fmt: skip
         stage, phase = advance(stage, phase, STAGES)
         block, head = next_rows(block, head, first, n, begin)
     return following, stage, phase
 
 
 @gluon.jit
+def draw_first(counter, order, size):
+    """The tile to begin with. In order a program draws it as well: who begins earlier then has the earlier tile."""
+    if order.counts is None:
+        return gl.program_id(0)
+    else:
+        return draw_next(counter, order, size)
+
+
+@gluon.jit
+def draw_next(counter, order, size):
+    """The next tile that nobody has."""
+    if order.counts is None:
+        return draw(counter, size.tiles * size.places)
+    else:
+        programs = gl.num_programs(0)
+        return draw(counter, size.tiles * size.places + programs) - programs
+
+
+@gluon.jit
 def produce(
-    queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc, v_desc, top_desc,
-    delta_desc, counter, size, band, extra, BQ: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, SCHEDULE: gl.constexpr,
+    shared, source, counter, call, BQ: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    SCHEDULE: gl.constexpr,
 ):  # fmt: skip
     """One warp: all loads."""
-    number = gl.program_id(0)
+    number = draw_first(counter, shared.order, call.size)
     stage, phase, turn = 0, 1, 0
     if SCHEDULE == DYNAMIC:
-        while number < size.tiles * size.places:
+        while number < call.size.tiles * call.size.places:
             number, stage, phase = send_tile(
-                number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc,
-                v_desc, top_desc, delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE,
-            )  # fmt: skip
+                number,
+                turn,
+                stage,
+                phase,
+                shared,
+                source,
+                counter,
+                call,
+                BQ,
+                STAGES,
+                TILES,
+                SCHEDULE,
+            )
             turn += 1
-        send_end(slots, turn)
+        send_end(shared.slots, turn)
     else:
         send_tile(
-            number, turn, stage, phase, queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc,
-            v_desc, top_desc, delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE,
-        )  # fmt: skip
+            number, turn, stage, phase, shared, source, counter, call, BQ, STAGES, TILES, SCHEDULE
+        )
 
 
 @gluon.jit
@@ -170,31 +253,36 @@ def form_dq(scores, keys, place, buffer, WG: gl.constexpr, BQ: gl.constexpr, D: 
 
 @gluon.jit
 def add_dq(
-    sums, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, ALWAYS: gl.constexpr
-):
-    """Add a warpgroup's half of a block's dQ to the sums, which lie as its threads hold them; row < 0: don't."""
+    sums, order, n, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    ALWAYS: gl.constexpr,
+):  # fmt: skip
+    """Add a warpgroup's half of the n-th block's dQ to the sums, which lie as its threads hold them; row < 0: don't."""
     if ALWAYS:  # noqa: SIM114 - known when compiled
-        add_part(sums, dq, row, WG, BQ, D)
+        add_part(sums, order, n, dq, row, WG, BQ, D)
     elif row >= 0:
-        add_part(sums, dq, row, WG, BQ, D)
+        add_part(sums, order, n, dq, row, WG, BQ, D)
 
 
 @gluon.jit
-def add_part(sums, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr):
-    """Add [64, W] in the order of the threads."""
+def add_part(sums, order, n, dq, row, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr):
+    """Add [64, W] in the order of the threads, when it is its turn."""
     x = as_held(dq)
     at = sums + (gl.cast(row, gl.int64) * D + WG * (BQ * D // 2))
+    await_turn(order, n)
     gl.atomic_add(at + gl.arange(0, BQ * D // 2, layout=x.type.layout), x, sem="relaxed")
+    tell_added(order, n)
 
 
 @gluon.jit
 def take_tile(
-    number, turn, stage, phase, done, queries, douts, keys, values, tops, deltas, scores, met, end, dk_desc, dv_desc,
-    wide_k, wide_v, sums, factor, scale, size, band, extra, WG: gl.constexpr, BQ: gl.constexpr,
+    number, turn, stage, phase, done, shared, into, call, WG: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, FUSED: gl.constexpr,
     AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of 64 keys, half of every block's dQ. done: blocks of rows of the tiles before."""
+    queries, douts, keys, values = shared.q, shared.do, shared.k, shared.v
+    scores, met, order = shared.scores, shared.met, shared.order
+    size, band, extra = call.size, call.band, call.extra
     DT: gl.constexpr = keys.tiles.dtype
     PACKED: gl.constexpr = extra.cu_q is not None
     EARLY: gl.constexpr = AHEAD % 2 == 1
@@ -206,8 +294,8 @@ def take_tile(
     V_L: gl.constexpr = accumulator(E)
     PK_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
     PV_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
-    g, k0, q_at, k_at, offset, first, n = key_tile(number, size, band, extra, BQ, 2 * ROWS)
-    begin = first_turn(k0, first, n, band, BQ)
+    g, k0, q_at, k_at, offset, first, n, _ = key_tile(number, size, band, extra, BQ, 2 * ROWS)
+    begin = first_turn(k0, first, n, band, BQ, order.counts is None)
     block, head = begin, g * size.group
     k0 += WG * ROWS
     at_keys = k0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_L))
@@ -230,7 +318,9 @@ def take_tile(
     for i in range(count):
         q0 = block * BQ
         row = row_base(q_at, head, size, PACKED) + q0
-        if PACKED:  # an empty sequence has no rows to add to
+        if (
+            PACKED and order.counts is None
+        ):  # an empty sequence has no rows to add to, only room for them
             row = row if q0 < q_at.length else -1
         if EARLY or BQ > ROWS or TILES > 1:  # short of registers
             again = disguised(own, q0)
@@ -253,12 +343,12 @@ def take_tile(
                 s = hide_rows(
                     s, q0, at_keys, q_at, k_at.length, offset, size, band, extra, ENDS, PACKED, S_L
                 )
-        p = exp2(s * factor - tops.index(stage).load(S_L))
+        p = exp2(s * call.factor - shared.tops.index(stage).load(S_L))
         p16 = gl.convert_layout(p.to(DT), PV_L, assert_trivial=True)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         p = slope(p, raised, extra.cap)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = (p * (dp - deltas.index(stage).load(S_L))).to(DT)
+        ds = (p * (dp - shared.deltas.index(stage).load(S_L))).to(DT)
         buffer = (done + i) & (BUFFERS - 1)
         if FUSED:
             scores.index(buffer * 2 + WG).store(ds)
@@ -293,9 +383,9 @@ def take_tile(
             release(douts, stage_q)
             dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
             if LATE:
-                add_dq(sums, dq, last_row, WG, BQ, D, False)
+                add_dq(into.sums, order, done + i - 1, dq, last_row, WG, BQ, D, False)
             else:
-                add_dq(sums, dq, row, WG, BQ, D, not PACKED)
+                add_dq(into.sums, order, done + i, dq, row, WG, BQ, D, not PACKED)
         else:
             if EARLY:
                 dk, s = warpgroup_mma_wait(num_outstanding=0, deps=(dk, s))
@@ -310,13 +400,24 @@ def take_tile(
         meet(met, at, (done + count - 1) // BUFFERS, WG, NAMED, LATE)
         dq = form_dq(scores, keys, place, at, WG, BQ, D)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-        add_dq(sums, dq, last_row, WG, BQ, D, False)
+        add_dq(into.sums, order, done + count - 1, dq, last_row, WG, BQ, D, False)
 
-    write(dv_desc, values.tiles.index(own), wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
+    write(into.dv, values.tiles.index(own), into.wide_v, dv, k_at, k0, g, size.dim_v, PACKED, E)
     if FUSED:  # the other warpgroup forms its dQ from these keys
-        mbarrier.arrive(end, count=1)
-        mbarrier.wait(end, turn & 1)
-    write(dk_desc, keys.tiles.index(own), wide_k, dk * scale, k_at, k0, g, size.dim, PACKED, D)
+        mbarrier.arrive(shared.end, count=1)
+        mbarrier.wait(shared.end, turn & 1)
+    write(
+        into.dk,
+        keys.tiles.index(own),
+        into.wide_k,
+        dk * call.scale,
+        k_at,
+        k0,
+        g,
+        size.dim,
+        PACKED,
+        D,
+    )
     tma.store_wait(pendings=0)
     release(values, own)
     release(keys, own)
@@ -325,37 +426,33 @@ def take_tile(
 
 @gluon.jit
 def consume(
-    queries, douts, keys, values, tops, deltas, slots, scores, met, end, dk_desc, dv_desc, wide_k, wide_v,
-    sums, factor, scale, size, band, extra, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
-    E: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SCHEDULE: gl.constexpr,
-    FUSED: gl.constexpr, AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr,
-    ENDS: gl.constexpr,
+    shared, into, call, WG: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SCHEDULE: gl.constexpr, FUSED: gl.constexpr,
+    AHEAD: gl.constexpr, NAMED: gl.constexpr, MASKED: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile of this block of threads."""
     stage, phase, turn, done = 0, 0, 0, 0
     if SCHEDULE == DYNAMIC:
-        number = tile_of(turn, size, slots, SCHEDULE)
+        number = tile_of(turn, call.size, shared.slots, SCHEDULE)
         while number >= 0:
-            release(slots, turn % SLOTS)
+            release(shared.slots, turn % SLOTS)
             stage, phase, done = take_tile(
-                number, turn, stage, phase, done, queries, douts, keys, values, tops, deltas, scores, met, end, dk_desc,
-                dv_desc, wide_k, wide_v, sums, factor, scale, size, band, extra, WG, BQ, D, E, STAGES, TILES, FUSED,
-                AHEAD, NAMED, MASKED, ENDS,
+                number, turn, stage, phase, done, shared, into, call, WG, BQ, D, E, STAGES, TILES, FUSED, AHEAD, NAMED,
+                MASKED, ENDS,
             )  # fmt: skip
             turn += 1
-            number = tile_of(turn, size, slots, SCHEDULE)
+            number = tile_of(turn, call.size, shared.slots, SCHEDULE)
     else:
         take_tile(
-            gl.program_id(0), turn, stage, phase, done, queries, douts, keys, values, tops, deltas, scores, met, end,
-            dk_desc, dv_desc, wide_k, wide_v, sums, factor, scale, size, band, extra, WG, BQ, D, E, STAGES, TILES,
-            FUSED, AHEAD, NAMED, MASKED, ENDS,
+            gl.program_id(0), turn, stage, phase, done, shared, into, call, WG, BQ, D, E, STAGES, TILES, FUSED, AHEAD,
+            NAMED, MASKED, ENDS,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_keys(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
-    counter, factor, scale, 
+    counter, counts, factor, scale, 
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
@@ -389,15 +486,29 @@ def by_keys(
     words = gl.allocate_shared_memory(
         gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, 2))
+    if counts is None:
+        order = Order(None, met, met, met)
+    else:
+        order = order_of(counts)
+    slots = Channel(words, barriers(SLOTS, 1), barriers(SLOTS, 2 if order.counts is None else 4))
     fence_async_shared()
-    gl.warp_specialize([
-        (consume, (queries, douts, keys, values, tops, deltas, slots, scores, met, end.index(0), dk_desc, dv_desc,
-                   wide_k, wide_v, sums, factor, scale, size, band, extra, 0, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED,
-                   AHEAD, NAMED, MASKED, ENDS)),
-        (consume, (queries, douts, keys, values, tops, deltas, slots, scores, met, end.index(0), dk_desc, dv_desc,
-                   wide_k, wide_v, sums, factor, scale, size, band, extra, 1, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED,
-                   AHEAD, NAMED, MASKED, ENDS)),
-        (produce, (queries, douts, keys, values, tops, deltas, slots, q_desc, do_desc, k_desc, v_desc, top_desc,
-                   delta_desc, counter, size, band, extra, BQ, STAGES, TILES, SCHEDULE)),
-    ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
+    shared = Shared(
+        queries, douts, keys, values, tops, deltas, slots, scores, met, end.index(0), order
+    )
+    source = From(q_desc, do_desc, k_desc, v_desc, top_desc, delta_desc)
+    into = Into(dk_desc, dv_desc, wide_k, wide_v, sums)
+    call = Call(factor, scale, size, band, extra)
+    if order.counts is None:
+        gl.warp_specialize([
+            (consume, (shared, into, call, 0, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED, AHEAD, NAMED, MASKED, ENDS)),
+            (consume, (shared, into, call, 1, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED, AHEAD, NAMED, MASKED, ENDS)),
+            (produce, (shared, source, counter, call, BQ, STAGES, TILES, SCHEDULE)),
+        ], [4, 1], [REGISTERS, REGISTERS_PRODUCER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (shared, into, call, 0, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED, AHEAD, NAMED, MASKED, ENDS)),
+            (consume, (shared, into, call, 1, BQ, D, E, STAGES, TILES, SCHEDULE, FUSED, AHEAD, NAMED, MASKED, ENDS)),
+            (produce, (shared, source, counter, call, BQ, STAGES, TILES, SCHEDULE)),
+            (keep_order, (slots, order, size, band, extra, BQ, 2 * ROWS, True)),
+            (keep_order, (slots, order, size, band, extra, BQ, 2 * ROWS, False)),
+        ], [4, 1, 1, 1], [REGISTERS, REGISTERS_PRODUCER, REGISTERS_PRODUCER, REGISTERS_PRODUCER])  # fmt: skip

@@ -72,7 +72,7 @@ def row_base(at, head, size, PACKED: gl.constexpr):
 
 @gluon.jit
 def key_tile(number, size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
-    """(kv head, first key, queries, keys, offset, first block of rows, how many) of a tile of keys."""
+    """(kv head, first key, queries, keys, offset, first block of rows, how many, whether any sees a key) of a tile."""
     tile, which = place(number, size.tiles, size.section, size.places)
     k0 = (size.tiles - 1 - tile) * BK  # the first keys first: under causal all rows see them
     kv_heads = size.heads // size.group
@@ -84,7 +84,7 @@ def key_tile(number, size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
         start, end = max(start, low), min(end, high)
     end = end if k0 < k_at.length else 0  # beyond a shorter sequence: one block, all of it hidden
     first, n = blocks(start, end, BQ)
-    return which % kv_heads, k0, q_at, k_at, offset, first, n
+    return which % kv_heads, k0, q_at, k_at, offset, first, n, start < end
 
 
 @gluon.jit
@@ -105,9 +105,12 @@ def query_tile(size, band, extra, BQ: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def first_turn(k0, first, n, band, BQ: gl.constexpr):
-    """The block of rows to begin with. Where all see the same rows, tiles begin apart: they add to the same dQ."""
-    if band.right is None:
+def first_turn(k0, first, n, band, BQ: gl.constexpr, ROTATES: gl.constexpr = True):
+    """The block of rows to begin with. Where all see the same rows, tiles begin apart: they add to the same dQ.
+
+    Not where they do that in an order, in which each follows the one before.
+    """
+    if ROTATES and band.right is None:
         return first + k0 // BQ % n
     else:
         return first

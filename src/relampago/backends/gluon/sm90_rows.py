@@ -42,7 +42,7 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
 
 @gluon.jit(do_not_specialize=[*Size._fields, *Sides._fields])
 def prepare(
-    out, dout, lse, dlse, known, top, delta, sums, out_stride, dout_stride, 
+    out, dout, lse, dlse, known, top, delta, sums, counts, out_stride, dout_stride, 
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
    
@@ -51,7 +51,8 @@ def prepare(
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
     Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are
-    (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are set to 0.
+    (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are set to 0, and the counts of
+    tiles that have added to a block of rows.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
     size = Size(
@@ -88,6 +89,8 @@ def prepare(
             gl.store(
                 sums + to + gl.arange(0, R * D, layout=flat), gl.zeros([R * D], gl.float32, flat)
             )
+        if counts is not None:
+            gl.store(counts + (row_base(at, head, size, PACKED) + row) // BQ, 0)
 
 
 @gluon.jit(do_not_specialize=["scale", *Size._fields, *Sides._fields])

@@ -56,7 +56,7 @@ def produce(
 ):  # fmt: skip
     """One warp: the tile's keys and values once, then rows of every head of the group."""
     PACKED: gl.constexpr = extra.cu_q is not None
-    g, k0, q_at, k_at, _, first, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
+    g, k0, q_at, k_at, _, first, n, _ = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     send(keys, k_desc, 0, 1, k_at, k0, g, PACKED)
@@ -117,7 +117,7 @@ def consume_values(
     S_L: gl.constexpr = accumulator(BQ)
     V_L: gl.constexpr = accumulator(E)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=V_L, k_width=2)
-    g, k0, q_at, k_at, offset, first, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
+    g, k0, q_at, k_at, offset, first, n, _ = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     begin = first_turn(k0, first, n, band, BQ)
     block, head = begin, g * size.group
     len_k = k_at.length
@@ -183,7 +183,7 @@ def consume_keys(
     S_L: gl.constexpr = accumulator(BQ)
     K_L: gl.constexpr = accumulator(D)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=K_L, k_width=2)
-    g, k0, _, k_at, _, _, n = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
+    g, k0, _, k_at, _, _, n, _ = key_tile(gl.program_id(0), size, band, extra, BQ, ROWS)
     dk = gl.zeros([ROWS, D], gl.float32, K_L)
     v = receive(values, 0, 0, ROWS, E)
 
