@@ -62,7 +62,7 @@ variant("d64-apart0", 64, P(128, 128, 2), det=True)
 variant("d64-apart0p", 64, P(128, 128, 2), P(128, 128, 3, pin=1), det=True)
 variant("d64-apart1-k64", 64, P(64, 128, 4, ahead=1), P(128, 64, 6), det=True)
 variant("d64-apart1-k64p", 64, P(64, 128, 6, ahead=1), P(128, 64, 6, pin=1), det=True)
-IN_ORDER = dict(fused=1, ordered=1, schedule=2)
+IN_ORDER = {"fused": 1, "ordered": 1, "schedule": 2}
 variant("d64-order-f0n", 64, P(64, 128, 4, pingpong=1, **IN_ORDER), det=True)
 variant("d64-order-f2", 64, P(64, 128, 4, ahead=2, **IN_ORDER), det=True)
 variant("d64-order-f2n", 64, P(64, 128, 4, ahead=2, pingpong=1, **IN_ORDER), det=True)

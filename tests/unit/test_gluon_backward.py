@@ -234,9 +234,10 @@ def test_sums_in_order_are_equal_to_the_bit(launcher, case, name) -> None:
     assert len(found_over_seeds(launcher, case, ORDERED[name])) == 1
 
 
-def test_without_turns_they_are_not(launcher, monkeypatch) -> None:
-    kernel = sys.modules["relampago.backends.gluon.sm90_backward"]
-    monkeypatch.setattr(kernel, "await_turn", lambda order, n: None)
+def test_in_no_order_they_are_not(launcher, monkeypatch) -> None:
+    """Each warpgroup still waits for its turn; nobody asks who has added before."""
+    order = sys.modules["relampago.backends.gluon.sm90_order"]
+    monkeypatch.setattr(order, "adders_before", lambda *_: 0)
     assert len(found_over_seeds(launcher, {"lq": 200, "lk": 600}, ORDERED["64-2-named"])) > 1
 
 
