@@ -28,6 +28,7 @@ ARRIVAL = re.compile(r"\bmbarrier\.arrive\.shared")
 # where a thread may be ahead of another, or touches what it speaks for
 EVENT = re.compile(
     r"^\$L__BB|\bbra\b|\b(ld|st)\.shared|\b(st|ld)matrix|\bmbarrier\.|\bwgmma\.|\bcp\.async\.bulk\."
+    r"|\b(red|atom)\.global"
 )
 
 
@@ -62,9 +63,10 @@ def test_forward(plan, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("schedule", [0, 2])
-def test_backward(schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build_backward(monkeypatch, first(KEYS, schedule=schedule), "causal")
+@pytest.mark.parametrize("plan", [{"schedule": 0}, {"schedule": 2}, {"ordered": 1}], ids=str)
+def test_backward(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, that a warpgroup has added to dQ is known by an arrival too."""
+    built = build_backward(monkeypatch, first(KEYS, **plan), "causal", "ordered" in plan)
     found, count = unannounced(built["by_keys"].asm["ptx"])
     assert count >= 6, "a barrier's arrival is written otherwise now"
     assert not found

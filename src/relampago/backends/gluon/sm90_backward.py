@@ -184,19 +184,8 @@ def produce(
     if SCHEDULE == DYNAMIC:
         while number < call.size.tiles * call.size.places:
             number, stage, phase = send_tile(
-                number,
-                turn,
-                stage,
-                phase,
-                shared,
-                source,
-                counter,
-                call,
-                BQ,
-                STAGES,
-                TILES,
-                SCHEDULE,
-            )
+                number, turn, stage, phase, shared, source, counter, call, BQ, STAGES, TILES, SCHEDULE
+            )  # fmt: skip
             turn += 1
         send_end(shared.slots, turn)
     else:
@@ -318,10 +307,8 @@ def take_tile(
     for i in range(count):
         q0 = block * BQ
         row = row_base(q_at, head, size, PACKED) + q0
-        if (
-            PACKED and order.counts is None
-        ):  # an empty sequence has no rows to add to, only room for them
-            row = row if q0 < q_at.length else -1
+        if PACKED and order.counts is None:
+            row = row if q0 < q_at.length else -1  # an empty sequence has only room for rows
         if EARLY or BQ > ROWS or TILES > 1:  # short of registers
             again = disguised(own, q0)
             k = keys.tiles.index(again).reshape([ROWS, D])
@@ -374,7 +361,7 @@ def take_tile(
                 meet(met, at, (done + i) // BUFFERS, WG, NAMED, LATE)
             dq = form_dq(
                 scores, keys, place, at, WG, BQ, D
-            )  # of the first block, if LATE: not added
+            )  # the first block's isn't added, if LATE
             if EARLY:
                 dk, s = warpgroup_mma_wait(num_outstanding=2, deps=(dk, s))
             else:
@@ -406,18 +393,8 @@ def take_tile(
     if FUSED:  # the other warpgroup forms its dQ from these keys
         mbarrier.arrive(shared.end, count=1)
         mbarrier.wait(shared.end, turn & 1)
-    write(
-        into.dk,
-        keys.tiles.index(own),
-        into.wide_k,
-        dk * call.scale,
-        k_at,
-        k0,
-        g,
-        size.dim,
-        PACKED,
-        D,
-    )
+    dk *= call.scale
+    write(into.dk, keys.tiles.index(own), into.wide_k, dk, k_at, k0, g, size.dim, PACKED, D)
     tma.store_wait(pendings=0)
     release(values, own)
     release(keys, own)
@@ -452,7 +429,7 @@ def consume(
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_keys(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc, sums,
-    counter, counts, factor, scale, 
+    counter, counts, factor, scale,
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
