@@ -115,7 +115,7 @@ def poison(torch):
 
         def empty(self, *a, **k):
             out = torch.empty(*a, **k)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
+            return out.fill_(float("nan") if out.is_floating_point() else 2**31 - 1)
 
     return Poison()
 

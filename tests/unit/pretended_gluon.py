@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -334,6 +338,26 @@ def pretended() -> dict[str, Any]:
         f"{root}.nvidia": types.ModuleType("nvidia"),
         f"{root}.nvidia.hopper": hopper,
     }
+
+
+@contextlib.contextmanager
+def imported_with(modules: dict[str, Any], *names: str) -> Iterator[list[Any]]:
+    """The backend's modules of these names, imported anew while others have the places of Triton's.
+
+    Memory is poisoned meanwhile: new tensors are NaN, or the largest integer.
+    """
+    ours = [f"relampago.backends.gluon.{name}" for name in names]
+    torch.use_deterministic_algorithms(True)  # before: it imports what needs Triton
+    before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
+    sys.modules.update(modules)
+    try:
+        yield [importlib.import_module(name) for name in ours]
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+        torch.use_deterministic_algorithms(False)
 
 
 def launch(kernel: Any, grid: int, plan: Plan, *args: Any) -> None:

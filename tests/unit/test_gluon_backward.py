@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import sys
 import types
@@ -12,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import FORWARD, launch, pretended, run_backward, run_backward_part
+from unit.pretended_gluon import (
+    FORWARD,
+    imported_with,
+    launch,
+    pretended,
+    run_backward,
+    run_backward_part,
+)
 from unit.pretended_machine import Deadlock, M, Scheduler
 from unit.test_gluon_protocol import arrays, packed
 
@@ -37,17 +43,8 @@ MODULES = (
 @pytest.fixture(scope="module")
 def launcher():
     """relampago.backends.gluon.backward_launch, on the pretended Gluon."""
-    modules = pretended()
-    ours = [f"relampago.backends.gluon.{name}" for name in MODULES]
-    before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
-    sys.modules.update(modules)
-    try:
-        yield importlib.import_module(ours[-1])
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with imported_with(pretended(), *MODULES) as modules:
+        yield modules[-1]
 
 
 def plan(block_q: int, block_k: int, stages: int = 2, **more: int) -> Plan:

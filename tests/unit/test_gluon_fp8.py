@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from budget import check
-from unit.pretended_gluon import FORWARD, pretended, run
+from unit.pretended_gluon import FORWARD, imported_with, pretended, run
 from unit.test_gluon_protocol import arrays, packed
 
 from relampago import quant
@@ -68,24 +67,12 @@ def launcher():
     casts: Any = types.ModuleType("relampago.quant.kernels")
     casts.rows_in_e4m3, casts.columns_in_e4m3 = rows_in_e4m3, columns_in_e4m3
     modules["relampago.quant.kernels"] = casts
-    root = "relampago.backends.gluon."
     names = (
         *FORWARD, "sm90_fp8_step", "sm90_fp8_chain", "sm90_fp8", "combine", "boxes", "launch",
         "fp8_launch",
     )  # fmt: skip
-    ours = [root + name for name in names]
-    before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
-    sys.modules.update(modules)
-    try:
-        yield types.SimpleNamespace(
-            host=importlib.import_module(root + "launch"),
-            fp8=importlib.import_module(root + "fp8_launch"),
-        )
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with imported_with(modules, *names) as (*_, host, fp8):
+        yield types.SimpleNamespace(host=host, fp8=fp8)
 
 
 class Door:

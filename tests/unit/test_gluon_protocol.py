@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.pretended_gluon import FORWARD, launch, pretended, run
+from unit.pretended_gluon import FORWARD, imported_with, launch, pretended, run
 from unit.pretended_machine import Deadlock
 
 from relampago.backends import gluon
@@ -32,21 +32,12 @@ INF = float("inf")
 @pytest.fixture(scope="module")
 def launcher():
     """relampago.backends.gluon.launch, on the pretended Gluon."""
-    modules = pretended()
     names = (
-        *FORWARD, "combine", "boxes", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_backward", "sm90_twins",
-        "sm90_queries", "backward_launch", "held_launch", "launch",
+        *FORWARD, "combine", "boxes", "sm90_tables", "sm90_gradients", "sm90_rows", "sm90_order", "sm90_backward",
+        "sm90_twins", "sm90_queries", "backward_launch", "held_launch", "launch",
     )  # fmt: skip
-    ours = [f"relampago.backends.gluon.{name}" for name in names]
-    before = {name: sys.modules.pop(name, None) for name in (*modules, *ours)}
-    sys.modules.update(modules)
-    try:
-        yield importlib.import_module(ours[-1])
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with imported_with(pretended(), *names) as modules:
+        yield modules[-1]
 
 
 # ---------------------------------------------------------------------------------------------- tests

@@ -186,10 +186,9 @@ def consume(
 
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_queries(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, wide, tops, deltas, factor, scale, 
+    q_desc, do_desc, k_desc, v_desc, dq_desc, wide, tops, deltas, factor, scale,
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
-   
     BK: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_PRODUCER: gl.constexpr,

@@ -42,17 +42,16 @@ def lines(base, stride, at, head, row, dim, R: gl.constexpr, C: gl.constexpr, PA
 
 @gluon.jit(do_not_specialize=[*Size._fields, *Sides._fields])
 def prepare(
-    out, dout, lse, dlse, known, top, delta, sums, counts, out_stride, dout_stride, 
+    out, dout, lse, dlse, known, top, delta, sums, counts, out_stride, dout_stride,
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
-   
     R: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO · O) - dLSE (Algorithm 2, line 4), top = LSE in base 2; rows that see nothing have top inf.
 
     Where delta is `known`, shaped like LSE, it is only put in its place. DIM is the head dim of O. LSE and dLSE are
-    (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are set to 0, and the counts of
-    tiles that have added to a block of rows.
+    (B, H, Lq) or (H, total), contiguous. Sums of dQ, if there are, are set to 0, and so are counts of the tiles that
+    have added to a block of rows.
     """
     PACKED: gl.constexpr = extra.cu_q is not None
     size = Size(
@@ -95,7 +94,7 @@ def prepare(
 
 @gluon.jit(do_not_specialize=["scale", *Size._fields, *Sides._fields])
 def convert(
-    sums, dq, stride, scale, 
+    sums, dq, stride, scale,
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
     R: gl.constexpr, D: gl.constexpr, W: gl.constexpr,

@@ -230,7 +230,7 @@ def consume_keys(
 @gluon.jit(do_not_specialize=["factor", "scale", *Size._fields, *Sides._fields])
 def by_products(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, wide_k, wide_v, top_desc, delta_desc,
-    factor, scale, 
+    factor, scale,
     len_q, len_k, heads, group, tiles, places, section, padded, dim, dim_v, table_stride,
     offset, left, right, prefix, extra,
     BQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
